@@ -139,13 +139,17 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
     started = time.monotonic()
 
     train_files, held_files = collect(args.stdlib, args.max_files)
-    print(f"{len(train_files)} files to train on ({sum(len(f.text) for f in train_files) / 1e6:.0f} MB), {len(held_files)} held out")
+    print(
+        f"{len(train_files)} files to train on ({sum(len(f.text) for f in train_files) / 1e6:.0f} MB), {len(held_files)} held out"
+    )
     sample = random.sample(train_files, min(len(train_files), 4000))
     tokenizer = train_tokenizer([file.text for file in sample], args.vocabulary)
     train = encode(tokenizer, random.sample(train_files, len(train_files))).to(device)
     held = encode(tokenizer, held_files).to(device)
     held_bytes = sum(len(file.text.encode()) + 1 for file in held_files)
-    print(f"{len(train) / 1e6:.1f} M training tokens, {held_bytes / len(held):.2f} bytes a token, {time.monotonic() - started:.0f} s")
+    print(
+        f"{len(train) / 1e6:.1f} M training tokens, {held_bytes / len(held):.2f} bytes a token, {time.monotonic() - started:.0f} s"
+    )
 
     config = Qwen3Config(
         vocab_size=args.vocabulary,
@@ -204,7 +208,10 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
             optimizer.step()
             optimizer.zero_grad()
         if step % 200 == 0:
-            print(f"step {step}  loss {loss.item():.3f}  total {total.item():.3f}  {step * args.rows * 512 / 1e6:.0f} M tokens  {100 * done:.0f} %", flush=True)
+            print(
+                f"step {step}  loss {loss.item():.3f}  total {total.item():.3f}  {step * args.rows * 512 / 1e6:.0f} M tokens  {100 * done:.0f} %",
+                flush=True,
+            )
             if step == 0:
                 begin = time.monotonic()  # compilation is not training
         step += 1

@@ -1,0 +1,220 @@
+"""Packed rows into batches, in an order that can be taken up again at any batch.
+
+Every batch of a run has the same shapes: rows that do not exist are filled in as empty ones, which teach nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from dflash_lit.data.packing import PackedRows
+from dflash_lit.errors import UserError
+
+__all__ = ["RowDataModule", "RowDataset", "RowLoader", "RowOrder"]
+
+EMPTY_ROW = -1
+
+
+class RowDataset(Dataset[dict[str, Tensor]]):
+    """Packed rows by number. Row ``EMPTY_ROW`` is padding throughout."""
+
+    def __init__(self, rows: PackedRows) -> None:
+        self._pad_id = rows.pad_id
+        self._input_ids = torch.from_numpy(rows.input_ids)
+        self._document_ids = torch.from_numpy(rows.document_ids)
+        self._position_ids = torch.from_numpy(rows.position_ids)
+        self._supervised = torch.from_numpy(rows.supervised)
+
+    def __len__(self) -> int:
+        return len(self._input_ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[0] for name, column in self.batch([index], 1).items()}
+
+    def batch(self, indices: Sequence[int], rows: int) -> dict[str, Tensor]:
+        """Put the rows ``indices`` together, with empty ones after them up to ``rows`` = R.
+
+        Returns:
+            ``input_ids`` int64 [R, S], ``document_ids`` int32 [R, S], ``position_ids`` int32 [R, S], ``supervised``
+            bool [R, S], ``row_ids`` int64 [R] (``EMPTY_ROW`` for empty rows).
+        """
+        row_ids = torch.tensor([*indices, *[EMPTY_ROW] * (rows - len(indices))], dtype=torch.int64)
+        batch = {
+            "input_ids": self._input_ids[row_ids].to(torch.int64),
+            "document_ids": self._document_ids[row_ids],
+            "position_ids": self._position_ids[row_ids],
+            "supervised": self._supervised[row_ids],
+            "row_ids": row_ids,
+        }
+        empty = row_ids == EMPTY_ROW  # index -1 has fetched the last row there
+        batch["input_ids"][empty] = self._pad_id
+        batch["document_ids"][empty] = -1
+        batch["position_ids"][empty] = 0
+        batch["supervised"][empty] = False
+        return batch
+
+
+class RowOrder(DistributedSampler[int]):
+    """The order of the rows: a function of (rows, seed, epoch), dealt to the ranks batch by batch.
+
+    Being a ``DistributedSampler``, Lightning leaves it alone, and sets the epoch before each. Global batch ``k`` takes the
+    next ``rows_per_batch * replicas`` rows of the epoch's order, and rank ``r`` the ``r``-th share of them. All ranks have
+    equally many batches. A shuffled order leaves out an incomplete last batch, unless it is the only one: the rows left out
+    differ from epoch to epoch. Otherwise it is filled with ``EMPTY_ROW``.
+
+    Args:
+        rows: how many there are, >= 1.
+        rows_per_batch: R of one rank.
+        shuffle: for training.
+        seed: of the shuffle.
+        replicas: ranks that share the rows.
+        rank: of this one.
+    """
+
+    def __init__(
+        self, rows: int, rows_per_batch: int, *, shuffle: bool, seed: int = 0, replicas: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__(range(rows), num_replicas=replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        self.rows = rows
+        self.rows_per_batch = rows_per_batch
+        whole, rest = divmod(rows, rows_per_batch * replicas)
+        self.batches = whole if shuffle and whole else whole + (rest > 0)
+
+    def __iter__(self) -> Iterator[int]:
+        # Not torch's or Python's global generator: the order must not depend on what else has drawn from it.
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows) if self.shuffle else np.arange(self.rows)
+        dealt = np.full(self.batches * self.num_replicas * self.rows_per_batch, EMPTY_ROW)
+        dealt[: min(len(order), len(dealt))] = order[: len(dealt)]
+        return iter(dealt.reshape(self.batches, self.num_replicas, self.rows_per_batch)[:, self.rank].reshape(-1).tolist())
+
+    def __len__(self) -> int:
+        return self.batches * self.rows_per_batch
+
+
+class RowLoader(DataLoader[dict[str, Tensor]]):
+    """Loads :class:`RowDataset` batches, and can be saved and resumed between any two of them.
+
+    Lightning's fit loop stores ``state_dict()`` in checkpoints. It takes a batch only when it needs it (a loader with a length
+    is not read ahead), so the batches handed out are those trained on. ``len`` is that of a whole epoch, also after resuming:
+    the fit loop adds the batches of before to its count. A wrapper that reads ahead must store the number of batches it has
+    passed on itself: ``{**loader.state_dict(), "batches": passed_on}``.
+
+    Batches are cut from memory here, in the loader's own process: workers would only add copies.
+    """
+
+    def __init__(self, dataset: RowDataset, batch_size: int, sampler: RowOrder, **kwargs: Any) -> None:
+        super().__init__(dataset, batch_size=batch_size, sampler=sampler, **kwargs)
+        self._epoch = 0  # the position: an epoch, and the batches handed out in it
+        self._batches = 0
+        self._resumed = False
+
+    @property
+    def _current_epoch(self) -> int:
+        # Lightning replaces the sampler by one without epochs for `overfit_batches`.
+        return int(getattr(self.sampler, "epoch", 0))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+        # A generator, so nothing is decided before the first batch is asked for: Lightning makes the first epoch's iterator
+        # before it sets the epoch, and makes some that it never uses.
+        continues = self._resumed and self._epoch == self._current_epoch
+        self._resumed = False
+        self._epoch = self._current_epoch
+        self._batches = self._batches if continues else 0
+        assert isinstance(self.dataset, RowDataset)
+        assert self.batch_size is not None
+        assert self.batch_sampler is not None
+        for indices in islice(iter(self.batch_sampler), self._batches, None):
+            self._batches += 1  # before it is handed out: a checkpoint during its step counts it
+            yield self.dataset.batch(indices, self.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say how far this epoch has been read, in batches, and in which order."""
+        epoch = self._current_epoch
+        return {"epoch": epoch, "batches": self._batches if self._epoch == epoch else 0, "order": self._order()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration continue after the batches that ``state`` counts.
+
+        If the Trainer goes on with a later epoch, because that of ``state`` was complete, it is read from its beginning.
+
+        Raises:
+            UserError: if ``state`` was saved inside an epoch of other rows, another seed or other batches.
+        """
+        saved, here = state["order"], self._order()
+        if 0 < state["batches"] < saved["batches"] and saved != here:
+            changed = ", ".join(f"{name} {saved.get(name)} -> {here[name]}" for name in here if saved.get(name) != here[name])
+            raise UserError(
+                f"the checkpoint was saved inside an epoch whose batches cannot be made again ({changed}); resume with the "
+                f"same data, seed, rows per batch and number of drafter ranks, or from a checkpoint at an epoch's end"
+            )
+        self._epoch = int(state["epoch"])
+        self._batches = int(state["batches"])
+        self._resumed = True
+        if isinstance(self.sampler, RowOrder):
+            self.sampler.set_epoch(self._epoch)
+
+    def _order(self) -> dict[str, int]:
+        """What decides the batches of an epoch, apart from the rows' content."""
+        order = {"batches": len(self), "rows_per_batch": int(self.batch_size or 0)}
+        if isinstance(self.sampler, RowOrder):
+            order |= {"rows": self.sampler.rows, "seed": self.sampler.seed, "ranks": self.sampler.num_replicas}
+        return order
+
+
+class RowDataModule(lightning.LightningDataModule):
+    """Serves packed rows as batches; see :meth:`RowDataset.batch` for what is in one.
+
+    Args:
+        train: rows to learn from. Their order is a function of (seed, epoch); a last incomplete batch is left out, unless it
+            is the only one.
+        val: rows to measure on, in their order; the last batch is filled up with empty rows.
+        rows_per_batch: R, the rows of one batch of one rank, >= 1.
+        seed: of the order.
+
+    Raises:
+        UserError: if there are no rows, or the two sides have rows of different lengths.
+    """
+
+    def __init__(self, train: PackedRows, val: PackedRows, rows_per_batch: int, seed: int) -> None:
+        super().__init__()
+        if rows_per_batch < 1:
+            raise UserError(f"data.rows_per_batch: {rows_per_batch} is too small; at least 1")
+        for side, rows in (("training", train), ("validation", val)):
+            if not len(rows):
+                raise UserError(f"there are no {side} rows; give more documents")
+        if train.row_tokens != val.row_tokens:
+            raise UserError(
+                f"training rows have {train.row_tokens} tokens, validation rows {val.row_tokens}; pack both with the same "
+                f"data.row_tokens"
+            )
+        self.train = train
+        self.val = val
+        self.rows_per_batch = rows_per_batch
+        self.seed = seed
+
+    def train_dataloader(self) -> RowLoader:
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> RowLoader:
+        return self._loader(self.val, shuffle=False)
+
+    def _loader(self, rows: PackedRows, *, shuffle: bool) -> RowLoader:
+        order = RowOrder(
+            len(rows),
+            self.rows_per_batch,
+            shuffle=shuffle,
+            seed=self.seed,
+            # The Trainer's world is that of the drafters; without a Trainer there is one rank.
+            replicas=self.trainer.world_size if self.trainer else 1,
+            rank=self.trainer.global_rank if self.trainer else 0,
+        )
+        return RowLoader(RowDataset(rows), batch_size=self.rows_per_batch, sampler=order)

@@ -1,0 +1,186 @@
+"""Chain decoding: the drafter proposes a block, the target verifies it in one pass, the longest right prefix stays.
+
+Lossless: a draft counts only if it is the very token the target chose itself at that place, greedily or by sampling, so the
+output's distribution is the target's at any temperature and the greedy output is the target's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from dflash_lit.attention.attend import Attend, ContextKV
+from dflash_lit.blocks import slot_tokens
+from dflash_lit.decode.cache import ContextCache
+from dflash_lit.drafter.model import Drafter
+from dflash_lit.target.frozen import FrozenTarget
+
+__all__ = ["Decoded", "choose", "decode_chain", "decode_plain", "one_block_attention"]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One response.
+
+    Attributes:
+        ids: generated token ids, the prompt not included.
+        rounds: tokens each verify pass yielded, its bonus token included; their mean is tau. The first token comes from the
+            prompt's own pass and belongs to no round.
+        seconds: wall time of generation, prompt pass included.
+    """
+
+    ids: list[int]
+    rounds: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens a verify pass, bonus included; NaN without any pass."""
+        return sum(self.rounds) / len(self.rounds) if self.rounds else float("nan")
+
+
+def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """The target's own choice at each place: [..., V] -> int64 [...]; argmax at temperature 0, else a sample."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    probabilities = (logits.float() / temperature).softmax(dim=-1)
+    flat = torch.multinomial(probabilities.flatten(0, -2), 1, generator=generator)
+    return flat.view(logits.shape[:-1])
+
+
+def one_block_attention(causal: bool) -> Attend:
+    """Attention of a single block over a cached context, all of which it sees."""
+
+    def attend(queries: Tensor, context: ContextKV, block: ContextKV) -> Tensor:
+        keys = torch.cat([context[0], block[0]], dim=2)
+        values = torch.cat([context[1], block[1]], dim=2)
+        mask = None
+        if causal:
+            size, total = queries.shape[2], keys.shape[2]
+            mask = torch.ones(size, total, dtype=torch.bool, device=queries.device).tril(total - size)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+    return attend
+
+
+class _TargetState:
+    """The target's cache and the features of what it has just read."""
+
+    def __init__(self, target: FrozenTarget, layer_ids: tuple[int, ...]) -> None:
+        self.target, self.layer_ids = target, layer_ids
+        self.cache = DynamicCache(config=target.model.config)
+        # Transformers renames the argument between 5.17 and 5.40.
+        self.cache_name = "cache" if "cache" in inspect.signature(target.model.forward).parameters else "past_key_values"
+        self.length = 0
+
+    def read(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Run ids [1, T] after what is cached; logits [1, T or 1, V] and features [1, T, n_ids * H] (None without layers)."""
+        positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device)[None]
+        arguments = {"input_ids": ids, "position_ids": positions, self.cache_name: self.cache, "use_cache": True}
+        if last_only:
+            arguments["logits_to_keep"] = 1
+        if not self.layer_ids:
+            logits, features = self.target.model(**arguments).logits, None
+        else:
+            with self.target.capture(self.layer_ids) as found:
+                logits = self.target.model(**arguments).logits
+            features = torch.cat([found[i] for i in self.layer_ids], dim=-1)
+        self.length += ids.shape[1]
+        return logits, features
+
+    def forget(self, count: int) -> None:
+        """Drop the last ``count`` tokens."""
+        if count:
+            self.cache.crop(-count)
+            self.length -= count
+
+
+@torch.inference_mode()
+def decode_plain(
+    target: FrozenTarget,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Decoded:
+    """The target alone, a token a pass: what a drafter has to beat."""
+    started = time.perf_counter()
+    state = _TargetState(target, ())
+    ids: list[int] = []
+    current = torch.tensor([prompt], device=target.device)
+    while len(ids) < max_new_tokens:
+        logits, _ = state.read(current, last_only=True)
+        current = choose(logits[:, -1:], temperature, generator)
+        ids.append(int(current))
+        if ids[-1] in target.eos_ids:
+            break
+    return Decoded(ids, [1] * (len(ids) - 1), time.perf_counter() - started)
+
+
+@torch.inference_mode()
+def decode_chain(
+    target: FrozenTarget,
+    drafter: Drafter,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Decoded:
+    """Decode one prompt with the drafter.
+
+    Each round drafts the argmax of slots 1..B-1, whatever the temperature: with one draft a place that is what the target's
+    sample most likely hits.
+
+    Args:
+        prompt: at least one token id.
+        max_new_tokens: the response is cut there (or ends with an end token).
+    """
+    started = time.perf_counter()
+    config = drafter.config
+    ends = target.ends()
+    dtype = drafter.fc.weight.dtype
+    attend = one_block_attention(config.causal)
+    state = _TargetState(target, config.target_layer_ids)
+    cache = ContextCache()
+
+    def remember(features: Tensor, first: int) -> None:
+        positions = torch.arange(first, first + features.shape[1], device=features.device)[None]
+        cache.append(drafter.context(features.to(dtype), positions))
+
+    logits, features = state.read(torch.tensor([prompt], device=target.device), last_only=True)
+    assert features is not None
+    remember(features, 0)
+    anchor = choose(logits[:, -1], temperature, generator)  # [1]
+    ids, rounds = [int(anchor)], []
+    while len(ids) < max_new_tokens and ids[-1] not in target.eos_ids:
+        # The anchor stands right after everything that was verified.
+        places = slot_tokens(torch.tensor([state.length], device=target.device), config.block_size)
+        block = torch.full((1, config.block_size), config.mask_token_id, device=target.device)
+        block[:, 0] = anchor
+        hidden = drafter.draft(F.embedding(block, ends.embed).to(dtype), places, cache.views(), attend)
+        # Slot k stands for token places[k]: the drafts of slots 1.. follow the anchor directly.
+        block[:, 1:] = F.linear(hidden[:, 1:].to(ends.head.dtype), ends.head).argmax(dim=-1)
+
+        logits, features = state.read(block)
+        assert features is not None
+        chosen = choose(logits, temperature, generator)
+        accepted = int((block[:, 1:] == chosen[:, :-1]).long().cumprod(dim=1).sum())
+        state.forget(config.block_size - 1 - accepted)
+        remember(features[:, : accepted + 1], state.length - accepted - 1)
+        anchor = chosen[:, accepted]
+        new = [*block[0, 1 : accepted + 1].tolist(), int(anchor)]
+        for place, token in enumerate(new):
+            if token in target.eos_ids:
+                new = new[: place + 1]
+                break
+        ids += new
+        rounds.append(len(new))
+    return Decoded(ids[:max_new_tokens], rounds, time.perf_counter() - started)

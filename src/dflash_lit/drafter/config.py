@@ -1,0 +1,113 @@
+"""What a drafter is: its sizes, and the rule that derives them from the target."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from dflash_lit.errors import UserError
+
+__all__ = ["DrafterConfig", "feature_layers"]
+
+
+def feature_layers(target_layers: int, count: int) -> tuple[int, ...]:
+    """Ids of the decoder layers whose *outputs* are the context features.
+
+    ``count == 1 -> [N // 2]``, else ``round(1 + i * (N - 4) / (count - 1))`` (DFlash, arXiv 2602.06036; Python's rounding).
+    36 layers, 5 features -> 1, 9, 17, 25, 33. Id ``i`` is Hugging Face's ``hidden_states[i + 1]``; never the last layer, whose
+    entry there is taken after the final norm.
+
+    Raises:
+        UserError: if the target has too few layers for ``count`` different ones.
+    """
+    if count < 1:
+        raise UserError(f"drafter.features={count}: at least one feature layer is needed")
+    if count == 1:
+        return (target_layers // 2,)
+    ids = tuple(round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count))
+    if target_layers < 4 or len(set(ids)) < count:
+        most = max(target_layers - 3, 1)
+        raise UserError(
+            f"drafter.features={count}: a target of {target_layers} layers offers at most {most} feature layers; lower it"
+        )
+    return ids
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Sizes and conventions of one drafter; all that its checkpoint needs besides the weights.
+
+    Attributes:
+        hidden_size: width; equal to the target's, whose embedding and head the drafter uses.
+        block_size: slots a block, the anchor's slot 0 included (``B``).
+        mask_token_id: the reserved token in slots ``1..B-1``.
+        target_layer_ids: target decoder layers whose outputs are the context features.
+        num_target_layers: decoder layers of the target.
+        causal: whether slot ``o`` sees only slots ``<= o`` of its block.
+        rope_parameters: as in Transformers 5: ``rope_type``, ``rope_theta`` and what the type needs.
+        target_fingerprint: names the target these weights were trained for (empty: unknown).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    causal: bool = False
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0})
+    initializer_range: float = 0.02
+    target_fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
+        if self.block_size < 2:
+            raise UserError(
+                f"drafter.block_size={self.block_size}: a block needs the anchor and at least one mask slot; use 2 or more"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise UserError(
+                f"drafter.mask_token_id={self.mask_token_id} is outside the vocabulary 0..{self.vocab_size - 1}; choose a reserved id inside it"
+            )
+        for layer in self.target_layer_ids:
+            if not 0 <= layer < self.num_target_layers - 1:
+                raise UserError(
+                    f"drafter.target_layer_ids: layer {layer} is out of range; the target has {self.num_target_layers} layers "
+                    f"and its last one is not a feature layer, so use 0..{self.num_target_layers - 2}"
+                )
+        if not self.target_layer_ids:
+            raise UserError("drafter.target_layer_ids is empty: name at least one target layer")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"drafter.num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"drafter.num_key_value_heads={self.num_key_value_heads}"
+            )
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"drafter.{name}={getattr(self, name)}: must be positive")
+        if self.head_dim % 2:
+            raise UserError(f"drafter.head_dim={self.head_dim}: rotary embedding needs an even number")
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the concatenated context features, ``n_ids * H``."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers only, so that a checkpoint holding it loads with ``weights_only=True``."""
+        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DrafterConfig:
+        """Inverse of :meth:`to_dict`; unknown names are an error."""
+        unknown = set(values) - {f.name for f in fields(cls)}
+        if unknown:
+            raise UserError(f"drafter config: unknown field {sorted(unknown)[0]!r}")
+        return cls(**values)

@@ -1,0 +1,141 @@
+"""The drafter: a few Qwen3-style layers that fill a whole block of mask tokens in one pass.
+
+The parameter names are those of the served checkpoint (11 a layer and 3: 58 tensors for 5 layers). Embedding and head are
+the target's and live elsewhere. The model knows neither masks nor ranks: it is given an ``attend`` function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_lit.attention.attend import Attend, ContextKV
+from dflash_lit.drafter.config import DrafterConfig
+from dflash_lit.drafter.rotary import Rotary, rotate
+
+__all__ = ["Drafter"]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in fp32, result in the input's dtype (as Qwen3's)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Tensor(size).fill_(1.0))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps)
+        return normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Queries from the block only; keys and values of context and block through one and the same weight."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.dim = dim
+        self.q_proj = nn.Linear(config.hidden_size, heads * dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> ContextKV:
+        """[R, T, H] -> keys (normed, rotated) and values, each [R, Hkv, T, D]."""
+        shape = (*x.shape[:2], -1, self.dim)
+        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), cos, sin)
+        return keys.transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ContextKV, attend: Attend) -> Tensor:
+        shape = (*x.shape[:2], -1, self.dim)
+        queries = rotate(self.q_norm(self.q_proj(x).view(shape)), cos, sin).transpose(1, 2)
+        out = attend(queries, context, self.keys_values(x, cos, sin))
+        return self.o_proj(out.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ContextKV, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """Context features and noise embeddings -> hidden states for the target's head.
+
+    Training and decoding share both halves: :meth:`context` (what a decoder caches) and :meth:`draft`.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Qwen3's initialisation: normal with ``initializer_range``, norms at one."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+
+    def context(self, features: Tensor, positions: Tensor) -> list[ContextKV]:
+        """Keys and values of the context, layer by layer.
+
+        Args:
+            features: [R, S, n_ids * H] the target's hidden states, concatenated in the order of ``target_layer_ids``.
+            positions: int [R, S] position of each token in its document.
+        """
+        fused = self.hidden_norm(self.fc(features))
+        cos, sin = self.rotary(positions)
+        return [layer.self_attn.keys_values(fused, cos, sin) for layer in self._layers]
+
+    def draft(self, noise: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attend) -> Tensor:
+        """Hidden states [R, Q, H] (after the final norm) of the noise tokens.
+
+        Args:
+            noise: [R, Q, H] the target's embeddings of ``[anchor, MASK, ...]`` of each block.
+            positions: int [R, Q]: position of the anchor plus the slot.
+            context: what :meth:`context` returned, or a decoder's cache of it.
+            attend: attention with the mask of the caller's layout.
+        """
+        cos, sin = self.rotary(positions)
+        x = noise
+        for layer, cached in zip(self._layers, context, strict=True):
+            x = layer(x, cos, sin, cached, attend)
+        return self.norm(x)
+
+    @property
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]

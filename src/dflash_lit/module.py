@@ -1,0 +1,225 @@
+"""The training step as a LightningModule: batch with features -> loss and metrics. Knows no placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup
+
+from dflash_lit.attention.dense import block_attention, refuse_large
+from dflash_lit.attention.mask import BlockLayout
+from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise
+from dflash_lit.drafter.config import DrafterConfig
+from dflash_lit.drafter.model import Drafter
+from dflash_lit.errors import UserError
+from dflash_lit.objective.config import Objective
+from dflash_lit.objective.head import HeadResult, head_loss, tree_lengths
+from dflash_lit.objective.metrics import Ratios, accepted_lengths
+from dflash_lit.target.frozen import TargetEnds
+
+__all__ = ["DrafterModule"]
+
+Batch = dict[str, Tensor]
+_VALIDATION_EPOCH = -1  # validation anchors are always drawn as of this "epoch", so that runs and steps compare
+
+
+class DrafterModule(L.LightningModule):
+    """Trains a drafter on token rows with features.
+
+    Batches hold ``input_ids`` int64, ``document_ids`` and ``position_ids`` int32, ``supervised`` bool (all [R, S]),
+    ``row_ids`` int64 [R] and ``features`` [R, S, n_ids * H].
+
+    The loss is the sum of weighted nll over the sum of weights of *all* ranks and micro-batches of an optimizer step. The
+    weights can depend on the drafter (D-PACE), so their sum is known only after the last micro-batch: backward runs on the
+    plain sum, and the gradients are divided once, just before clipping.
+
+    Args:
+        drafter: :meth:`DrafterConfig.to_dict`.
+        ends: embedding and head of the target (not saved).
+        objective: :meth:`Objective.to_dict`.
+        anchors: blocks a row.
+        seed: with epoch and row id, decides the anchors.
+        lr, betas, weight_decay: AdamW.
+        warmup: share of the steps until the learning rate is full; then a cosine to zero.
+        tree_budgets: budgets of ``val/tree_eal@...``.
+        dense_limit_gib: refuse dense attention over this size.
+    """
+
+    def __init__(
+        self,
+        drafter: dict[str, Any],
+        ends: TargetEnds,
+        objective: dict[str, Any] | None = None,
+        *,
+        anchors: int = 64,
+        seed: int = 0,
+        lr: float = 6e-4,
+        betas: Sequence[float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        warmup: float = 0.04,
+        tree_budgets: Sequence[int] = (16, 64, 256),
+        dense_limit_gib: float = 4.0,
+    ) -> None:
+        super().__init__()
+        objective = objective or {}
+        betas, tree_budgets = list(betas), list(tree_budgets)
+        # Plain containers only: a checkpoint with an OmegaConf node in it does not load with weights_only=True.
+        self.save_hyperparameters(ignore=["ends"])
+        self.config = DrafterConfig.from_dict(drafter)
+        self.objective = Objective(**objective)
+        self.drafter = Drafter(self.config)
+        self.register_buffer("embed", ends.embed.detach(), persistent=False)
+        if ends.head is not ends.embed:
+            self.register_buffer("untied_head", ends.head.detach(), persistent=False)
+        self.anchors, self.seed, self.tree_budgets = anchors, seed, tree_budgets
+        self.optimizer_settings = {"lr": lr, "betas": (betas[0], betas[1]), "weight_decay": weight_decay}
+        self.warmup, self.dense_limit_gib = warmup, dense_limit_gib
+
+        slots = self.config.block_size - 1
+        self.val_loss = Ratios(1)
+        self.val_lengths = Ratios(1 + len(tree_budgets))
+        self.val_accuracy = Ratios(slots)
+        self.val_survival = Ratios(slots)
+        self._window: Tensor | None = None
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H] the target's output weights."""
+        return getattr(self, "untied_head", self.embed)  # type: ignore[return-value]
+
+    # -- forward
+
+    def blocks(self, batch: Batch, epoch: int) -> Blocks:
+        """Draw this epoch's anchors of the batch's rows and cut their blocks."""
+        tokens = batch["input_ids"].shape[1]
+        noise = row_noise(self.seed, epoch, batch["row_ids"], 2 * tokens)
+        anchors, valid = draw_anchors(batch["supervised"], batch["document_ids"], self.anchors, noise)
+        return make_blocks(
+            batch["input_ids"],
+            batch["document_ids"],
+            batch["position_ids"],
+            batch["supervised"],
+            anchors,
+            valid,
+            block_size=self.config.block_size,
+            mask_token_id=self.config.mask_token_id,
+        )
+
+    def forward(self, batch: Batch, blocks: Blocks) -> Tensor:
+        """Hidden states of slots 1..B-1: [R * A, B - 1, H]."""
+        rows, tokens = batch["input_ids"].shape
+        size = self.config.block_size
+        refuse_large(rows, self.config.num_attention_heads, self.anchors * size, tokens, self.dense_limit_gib)
+        layout = BlockLayout(blocks.anchors, blocks.valid, batch["document_ids"], size, self.config.causal)
+        features, noise = batch["features"], torch.nn.functional.embedding(blocks.noise_ids, self.embed)  # type: ignore[arg-type]
+        if not torch.is_autocast_enabled(self.device.type):
+            features = features.to(self.drafter.fc.weight.dtype)
+        noise = noise.to(self.drafter.fc.weight.dtype)
+        context = self.drafter.context(features, batch["position_ids"])
+        hidden = self.drafter.draft(noise, blocks.positions, context, block_attention(layout))
+        return hidden.view(rows * self.anchors, size, -1)[:, 1:]
+
+    def _loss(self, hidden: Tensor, blocks: Blocks) -> HeadResult:
+        return head_loss(
+            hidden,
+            self.head,
+            blocks.labels.flatten(0, 1),
+            blocks.label_ok.flatten(0, 1),
+            self.objective.weigh,
+            chunk_slots=self.objective.chunk_slots,
+            use_reentrant=self.objective.use_reentrant,
+        )
+
+    # -- training
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        blocks = self.blocks(batch, self.current_epoch)
+        result = self._loss(self(batch, blocks), blocks)
+        complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
+        length = ((accepted_lengths(result.hit) + 1) * complete).sum()
+        sums = torch.stack([result.numerator.detach(), result.denominator, length.float(), complete.sum().float()])
+        self._window = sums if self._window is None else self._window + sums
+        # Lightning divides by the accumulation; this sum must not be. The unit keeps gradients of a usual size until
+        # on_before_optimizer_step puts the true denominator in.
+        return result.numerator * (self.trainer.accumulate_grad_batches * self._unit(batch))
+
+    def _unit(self, batch: Batch) -> float:
+        return 1.0 / (batch["input_ids"].shape[0] * self.anchors)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self._gradient_unit = self._unit(batch)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Turn summed gradients into those of the global mean, and log it."""
+        assert self._window is not None, "an optimizer step without a training step"
+        # The mean over ranks times their number is the sum; the gradients were averaged over ranks, too.
+        total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        self._window = None
+        # No weight at all: numerator and gradients are zero, and stay so.
+        denominator = torch.where(total[1] > 0, total[1], 1.0)
+        factor = self.trainer.world_size / (denominator * self._gradient_unit)
+        for parameter in self.drafter.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        self.log("train/loss", total[0] / denominator, prog_bar=True)
+        self.log("train/chain_eal", total[2] / total[3].clamp(min=1), prog_bar=True)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.AdamW(self.drafter.parameters(), fused=True, **self.optimizer_settings)  # type: ignore[arg-type]
+        schedule = get_cosine_schedule_with_warmup(optimizer, round(self.warmup * steps), steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # -- validation
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        blocks = self.blocks(batch, _VALIDATION_EPOCH)
+        hidden = self(batch, blocks)
+        result = self._loss(hidden, blocks)
+        self.val_loss.update(result.numerator[None], result.denominator)
+        # Lengths are measured on blocks with every label, so that a document's end does not look like a rejection. The
+        # others are kept in the arrays (static shapes) and counted as zero.
+        complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
+        count = complete.sum()
+        chain = accepted_lengths(result.hit)[:, None]
+        trees = tree_lengths(
+            hidden, self.head, blocks.labels.flatten(0, 1), self.tree_budgets, chunk_slots=self.objective.chunk_slots
+        )
+        lengths = torch.cat([chain, trees], dim=1) + 1
+        self.val_lengths.update((lengths * complete[:, None]).sum(dim=0), count)
+        self.val_accuracy.update((result.hit & complete[:, None]).sum(dim=0), count)
+        self.val_survival.update((result.hit.long().cumprod(dim=1) * complete[:, None]).sum(dim=0), count)
+
+    def on_validation_epoch_end(self) -> None:
+        lengths = self.val_lengths.compute()
+        self.log("val/loss", self.val_loss.compute()[0])
+        self.log("val/chain_eal", lengths[0], prog_bar=True)
+        for budget, value in zip(self.tree_budgets, lengths[1:], strict=True):
+            self.log(f"val/tree_eal@{budget}", value, prog_bar=budget == 64)
+        for name, metric in (("accuracy", self.val_accuracy), ("acceptance", self.val_survival)):
+            for slot, value in enumerate(metric.compute(), start=1):
+                self.log(f"val/{name}_slot_{slot}", value)
+        for metric in (self.val_loss, self.val_lengths, self.val_accuracy, self.val_survival):
+            metric.reset()
+
+    # -- checkpoint
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse to resume a checkpoint of another drafter, target or mask token.
+
+        Raises:
+            UserError: naming the first field that differs, and both values.
+        """
+        saved = dict(checkpoint["hyper_parameters"]["drafter"])
+        for name, value in self.config.to_dict().items():
+            if saved.get(name) != value:
+                raise UserError(
+                    f"ckpt_path: the checkpoint has drafter.{name}={saved.get(name)}, this run {value}; "
+                    "resume with the settings it was made with, or start a new run from its export (drafter.init_from)"
+                )

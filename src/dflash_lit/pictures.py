@@ -1,0 +1,139 @@
+"""The figures of the run report: one small function a figure, each from logged series to an inline SVG.
+
+Every function returns None when its series were not logged: an empty picture would look like a measurement of nothing.
+Lengths are tokens per target pass; *tau* is measured by decoding and includes the bonus token, *EAL* (expected accepted length)
+comes from the teacher-forced validation pass.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import matplotlib.style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+__all__ = ["acceptance_by_slot", "budgets", "length_curves", "loss_curves", "tree_by_budget"]
+
+Series = Sequence[tuple[int, float]]
+"""(optimizer step, value), steps ascending."""
+
+# Okabe-Ito: told apart by colour-blind readers too; line style or marker repeats the distinction.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8F98"
+
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: it can be selected and takes the page's font
+    "svg.hashsalt": "dflash-lit",  # ids are random without it
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E4E7EB",
+    "legend.frameon": False,
+}
+
+
+def loss_curves(metrics: Mapping[str, Series]) -> str | None:
+    """Training and validation loss over optimizer steps."""
+    with _style():
+        figure, axes = _canvas("optimizer step", "loss")
+        _line(axes, metrics.get("train/loss", ()), "training", color=GREY, linewidth=1)
+        _line(axes, metrics.get("val/loss", ()), "validation", color=BLUE, marker="o", markersize=4)
+        return _svg(figure, axes, "Training and validation loss over steps")
+
+
+def length_curves(metrics: Mapping[str, Series]) -> str | None:
+    """Accepted lengths over optimizer steps: validation chain EAL and tree EAL@64, and tau of real decoding (incl. bonus)."""
+    with _style():
+        figure, axes = _canvas("optimizer step", "tokens per target pass")
+        _line(axes, metrics.get("val/tree_eal@64", ()), "tree EAL@64", color=GREEN, marker="s", markersize=4)
+        _line(axes, metrics.get("val/chain_eal", ()), "chain EAL", color=BLUE, marker="o", markersize=4)
+        tau = metrics.get("acceptance/tau_greedy", ())
+        _line(axes, tau, "decoded tau (incl. bonus)", color=ORANGE, marker="D", markersize=4, linestyle="--")
+        axes.set_ylim(bottom=0)
+        return _svg(figure, axes, "Accepted length over steps")
+
+
+def acceptance_by_slot(metrics: Mapping[str, Series]) -> str | None:
+    """Survival (slots 1..k all right) and marginal accuracy (slot k right) against k, at the first and the last validation."""
+    with _style():
+        figure, axes = _canvas("slot in the block", "share of blocks")
+        for prefix, name, linestyle in (
+            ("val/acceptance_slot_", "slots 1..k all right", "-"),
+            ("val/accuracy_slot_", "slot k right", "--"),
+        ):
+            slots = _by_number(metrics, prefix)
+            steps = sorted({step for series in slots.values() for step, _ in series})
+            for step in dict.fromkeys(steps[:1] + steps[-1:]):  # a single validation is drawn once, as the last
+                color = BLUE if step == steps[-1] else GREY
+                values = [(k, value) for k, series in slots.items() for at, value in series if at == step]
+                _line(axes, values, f"{name}, step {step}", color=color, linestyle=linestyle, marker="o", markersize=4)
+        axes.set_ylim(0, 1)
+        return _svg(figure, axes, "Acceptance by slot, first and last validation")
+
+
+def tree_by_budget(tree: Mapping[int, float], chain: float | None) -> str | None:
+    """Tree EAL against the node budget (see :func:`budgets`), with the chain EAL as the line to beat."""
+    with _style():
+        figure, axes = _canvas("tree nodes the target verifies", "tokens per target pass")
+        _line(axes, sorted(tree.items()), "tree EAL", color=GREEN, marker="s", markersize=6)
+        for budget, value in tree.items():
+            axes.annotate(f"{value:.2f}", (budget, value), xytext=(0, 7), textcoords="offset points", ha="center")
+        if chain is not None and tree:
+            axes.axhline(chain, color=BLUE, linestyle="--", label=f"chain EAL {chain:.2f}")
+        if tree:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(tree), [str(budget) for budget in sorted(tree)])
+            axes.minorticks_off()
+            axes.margins(x=0.12)
+        axes.set_ylim(0, 1.2 * max([*tree.values(), chain or 0, 1]))
+        return _svg(figure, axes, "Tree EAL by node budget")
+
+
+def budgets(values: Mapping[str, float]) -> dict[int, float]:
+    """Node budget -> tree EAL, from the keys `val/tree_eal@<budget>`; values that are not finite are left out."""
+    found = {key.removeprefix("val/tree_eal@"): value for key, value in values.items() if key.startswith("val/tree_eal@")}
+    return {int(budget): value for budget, value in found.items() if budget.isdecimal() and math.isfinite(value)}
+
+
+def _by_number(metrics: Mapping[str, Series], prefix: str) -> dict[int, Series]:
+    """The series named `<prefix><number>`, by number, ascending."""
+    numbers = (key.removeprefix(prefix) for key in metrics if key.startswith(prefix))
+    return {number: metrics[f"{prefix}{number}"] for number in sorted(int(n) for n in numbers if n.isdecimal())}
+
+
+def _style() -> AbstractContextManager[None]:
+    # From "default": a user's own matplotlibrc must not change the report.
+    return matplotlib.style.context(["default", STYLE])
+
+
+def _canvas(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes
+
+
+def _line(axes: Axes, series: Series, label: str, **look: object) -> None:
+    """Draw a series if it has any finite value: only what was measured enters the legend."""
+    points = [(x, y) for x, y in series if math.isfinite(y)]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, **look)  # type: ignore[arg-type]
+
+
+def _svg(figure: Figure, axes: Axes, title: str) -> str | None:
+    """The figure as an inline SVG element without size, ids of groups, metadata or DOCTYPE; None if nothing was drawn."""
+    if not axes.lines:
+        return None
+    # Above the axes: a legend inside hides points wherever the curves happen to go.
+    figure.legend(loc="outside upper left", ncols=3 if len(axes.lines) == 3 else 2, fontsize=9)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = re.sub(r'<g id="[^"]*"', "<g", buffer.getvalue())  # the ids repeat in each figure of the page
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)  # the page decides the size
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{title}"', 1).strip()

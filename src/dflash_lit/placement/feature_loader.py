@@ -1,0 +1,42 @@
+"""Where token rows become feature batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["FeatureLoader", "FeatureSource"]
+
+
+class FeatureSource(Protocol):
+    """Whoever turns token rows into context features."""
+
+    def features(self, batch: dict[str, Tensor]) -> Tensor:
+        """[R, S, n_ids * H] for a TokenRow batch."""
+        ...
+
+
+class FeatureLoader:
+    """Any loader of TokenRow batches, with ``features`` added to each.
+
+    Everything else (``sampler``, ``set_epoch``, ``state_dict`` ...) is the wrapped loader's, so Lightning shuffles, saves and
+    resumes it as if it were not wrapped. Nothing is fetched ahead: what was handed out is what was trained.
+    """
+
+    def __init__(self, loader: Any, source: FeatureSource) -> None:
+        self.loader = loader
+        self.source = source
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "source"):  # not set yet, while unpickling
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in self.loader:
+            yield {**batch, "features": self.source.features(batch)}

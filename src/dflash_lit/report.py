@@ -1,0 +1,133 @@
+"""What a training run came to: one self-contained `report.html`, and the closing table of the terminal.
+
+    python -m dflash_lit.report RUN_FOLDER     # builds report.html again from summary.json and metrics.csv
+
+Nothing is made up: a value that the run did not measure is shown as "not measured", a picture without data is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from .errors import UserError
+from .report_page import Metrics, decimal, duration_text, lossless_text, number, page, speed_text, tree_text
+
+__all__ = ["closing_table", "load_metrics", "main", "write_report"]
+
+
+def load_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
+    """Read a CSVLogger file: column name -> [(optimizer step, value)], steps ascending.
+
+    Empty cells and cells that hold no number are no values. A resumed run may log a step twice: the later row wins.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; it is the metrics.csv that Lightning's CSVLogger writes")
+    series: dict[str, dict[int, float]] = {}
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        for row in csv.DictReader(file):
+            step = _parsed(row.get("step"))
+            if step is None or not math.isfinite(step):
+                continue
+            for name, cell in row.items():
+                value = _parsed(cell)
+                if name and name != "step" and value is not None:
+                    series.setdefault(name, {})[int(step)] = value
+    return {name: sorted(values.items()) for name, values in series.items()}
+
+
+def write_report(path: str | Path, summary: Mapping[str, Any], metrics: Metrics, config_yaml: str | None = None) -> Path:
+    """Write the report of one run as a single HTML file that loads nothing else; replaces an older one in one step.
+
+    `summary` is what summary.json holds, `metrics` what :func:`load_metrics` returns, `config_yaml` the composed configuration.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the rename stays inside one file system and is atomic.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        # A decoded sample may hold half a character: "replace", rather than no report at the end of a run.
+        temporary.write_text(page(summary, metrics, config_yaml), encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def closing_table(summary: Mapping[str, Any], report: str | Path | None = None) -> Table:
+    """The run in a dozen lines of at most 80 columns; `report` is where the HTML lies (else the summary's `report`)."""
+    table = Table(title="DFlash drafter: results", box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold", max_width=46)
+    rows = [
+        ("tau greedy (incl. bonus)", decimal(summary, "tau_greedy")),
+        ("tau T=0.7 (incl. bonus)", decimal(summary, "tau_t0.7")),
+        ("tau untrained (incl. bonus)", decimal(summary, "tau_untrained")),
+        ("lossless", lossless_text(summary)),
+        ("tokens/s greedy", speed_text(summary, "")),
+        ("tokens/s T=0.7", speed_text(summary, "_t0.7")),
+        ("chain EAL", decimal(summary, "val/chain_eal")),
+        ("tree EAL", tree_text(summary)),
+        ("wall time", duration_text(number(summary, "wall_s"))),
+        ("peak memory", decimal(summary, "peak_rss_gib", " GiB")),
+        ("export", str(summary.get("export_dir") or "not written")),
+        ("report", str(report or summary.get("report") or "not written")),
+    ]
+    for name, value in rows:
+        # Text, not str: a path with [brackets] is no markup.
+        table.add_row(name, Text(value, style="dim" if value.startswith("not ") else ""))
+    return table
+
+
+def _parsed(cell: object) -> float | None:
+    try:
+        return float(cell)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build report.html of a finished run again; 0, or 2 and one line on stderr if something is missing."""
+    parser = argparse.ArgumentParser(prog="python -m dflash_lit.report", description="Build report.html of a run again.")
+    parser.add_argument("run_folder", type=Path, help="folder that holds summary.json and metrics.csv (or csv/metrics.csv)")
+    parser.add_argument("--metrics", type=Path, help="the metrics.csv to use, if it lies elsewhere")
+    options = parser.parse_args(arguments)
+    try:
+        print(_rebuild(options.run_folder, options.metrics))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _rebuild(run: Path, metrics: Path | None) -> Path:
+    source = run / "summary.json"
+    try:
+        summary = json.loads(source.read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(f"{source}: cannot be read; give the folder of a run that finished") from None
+    except ValueError as error:
+        raise UserError(f"{source}: not JSON ({error}); run the training or the evaluation again") from None
+    if not isinstance(summary, dict):
+        raise UserError(f"{source}: holds a {type(summary).__name__}, not an object of results")
+    places = [metrics] if metrics else [run / "metrics.csv", run / "csv" / "metrics.csv"]
+    found = next((place for place in places if place.is_file()), places[0])
+    config = next((path for path in (run / "config.yaml", run / ".hydra" / "config.yaml") if path.is_file()), None)
+    text = config.read_text(encoding="utf-8", errors="replace") if config else None
+    return write_report(run / "report.html", summary, load_metrics(found), text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
