@@ -53,15 +53,15 @@ def eligible_anchors(supervised: Tensor, document_ids: Tensor) -> Tensor:
 def draw_anchors(supervised: Tensor, document_ids: Tensor, count: int, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Draw up to ``count`` anchors a row without replacement, each document in proportion to its eligible tokens.
 
-    Every document's eligible tokens are shuffled; the ``r``-th of ``n`` gets the priority ``(r + v) / n`` with one offset
-    ``v`` a document, and the ``count`` smallest priorities win. So every document gets its share to within one anchor,
-    where independent draws would leave short documents out.
+    Systematic sampling: the eligible tokens are laid out document after document, shuffled within each, and every
+    ``n / count``-th of them is taken from a random start. So all tokens are equally likely, and every document gets its share
+    rounded up or down, where independent draws would leave short documents out.
 
     Args:
         supervised: bool [R, S].
         document_ids: int [R, S], -1 on padding.
         count: anchors a row, static.
-        noise: fp32 [R, 2 * S] in [0, 1), see :func:`row_noise`.
+        noise: fp32 [R, S + 1] in [0, 1), see :func:`row_noise`.
 
     Returns:
         ``anchors`` int32 [R, count] sorted, the padding at the end with index S - 1; ``valid`` bool [R, count].
@@ -72,18 +72,16 @@ def draw_anchors(supervised: Tensor, document_ids: Tensor, count: int, noise: Te
     # Documents apart, tokens of a document in random order: ranks within the document without a loop.
     shuffle = documents + noise[:, :tokens].double() * 0.999
     order = torch.where(eligible, shuffle, torch.inf).argsort(dim=1, stable=True)
-    overall = torch.empty_like(order).scatter_(
-        1, order, torch.arange(tokens, device=order.device).expand_as(order).contiguous()
-    )
-    sizes = torch.zeros(rows, tokens, dtype=torch.long, device=order.device).scatter_add_(1, documents, eligible.long())
-    first = sizes.cumsum(1) - sizes
-    rank = overall - first.gather(1, documents)
-    offsets = noise[:, tokens:].gather(1, documents)
-    priority = (rank + offsets).double() / sizes.gather(1, documents).clamp(min=1)
-    priority = torch.where(eligible, priority, torch.inf)
+    index = torch.arange(tokens, device=order.device).expand(rows, -1)
+    overall = torch.empty_like(order).scatter_(1, order, index)
+    total = eligible.sum(dim=1, keepdim=True)
+    drawn = total.clamp(max=count)
+    start = (noise[:, tokens:] * total).long()
+    # Whole numbers: exactly ``drawn`` of ``total`` consecutive places cross a multiple of ``total``.
+    place = overall * drawn + start
+    steps = (place + drawn) // total.clamp(min=1) - place // total.clamp(min=1)
     width = min(count, tokens)
-    best, places = priority.topk(width, dim=1, largest=False, sorted=True)
-    places = torch.where(best.isfinite(), places, tokens).sort(dim=1).values
+    places = torch.where(eligible & (steps > 0), index, tokens).sort(dim=1).values[:, :width]
     if width < count:
         places = torch.cat([places, places.new_full((rows, count - width), tokens)], dim=1)
     return places.clamp(max=tokens - 1).int(), places < tokens
@@ -124,7 +122,7 @@ def make_blocks(
 
     Blocks over a document's end are kept and their missing labels marked, so that the last tokens of an answer are trained.
     """
-    rows, tokens = input_ids.shape
+    tokens = input_ids.shape[1]
     places = slot_tokens(anchors, block_size)  # [R, A, B]
     inside = places < tokens
     flat = places.clamp(max=tokens - 1).flatten(1)

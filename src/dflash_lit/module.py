@@ -81,8 +81,7 @@ class DrafterModule(L.LightningModule):
         self.warmup, self.dense_limit_gib = warmup, dense_limit_gib
 
         slots = self.config.block_size - 1
-        self.val_loss = Ratios(1)
-        self.val_lengths = Ratios(1 + len(tree_budgets))
+        self.val_means = Ratios(2 + len(tree_budgets))  # loss, chain length, tree lengths
         self.val_accuracy = Ratios(slots)
         self.val_survival = Ratios(slots)
         self._window: Tensor | None = None
@@ -97,7 +96,7 @@ class DrafterModule(L.LightningModule):
     def blocks(self, batch: Batch, epoch: int) -> Blocks:
         """Draw this epoch's anchors of the batch's rows and cut their blocks."""
         tokens = batch["input_ids"].shape[1]
-        noise = row_noise(self.seed, epoch, batch["row_ids"], 2 * tokens)
+        noise = row_noise(self.seed, epoch, batch["row_ids"], tokens + 1)
         anchors, valid = draw_anchors(batch["supervised"], batch["document_ids"], self.anchors, noise)
         return make_blocks(
             batch["input_ids"],
@@ -182,7 +181,6 @@ class DrafterModule(L.LightningModule):
         blocks = self.blocks(batch, _VALIDATION_EPOCH)
         hidden = self(batch, blocks)
         result = self._loss(hidden, blocks)
-        self.val_loss.update(result.numerator[None], result.denominator)
         # Lengths are measured on blocks with every label, so that a document's end does not look like a rejection. The
         # others are kept in the arrays (static shapes) and counted as zero.
         complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
@@ -191,21 +189,23 @@ class DrafterModule(L.LightningModule):
         trees = tree_lengths(
             hidden, self.head, blocks.labels.flatten(0, 1), self.tree_budgets, chunk_slots=self.objective.chunk_slots
         )
-        lengths = torch.cat([chain, trees], dim=1) + 1
-        self.val_lengths.update((lengths * complete[:, None]).sum(dim=0), count)
+        lengths = ((torch.cat([chain, trees], dim=1) + 1) * complete[:, None]).sum(dim=0)
+        self.val_means.update(
+            torch.cat([result.numerator[None], lengths]), torch.cat([result.denominator[None], count.expand_as(lengths)])
+        )
         self.val_accuracy.update((result.hit & complete[:, None]).sum(dim=0), count)
         self.val_survival.update((result.hit.long().cumprod(dim=1) * complete[:, None]).sum(dim=0), count)
 
     def on_validation_epoch_end(self) -> None:
-        lengths = self.val_lengths.compute()
-        self.log("val/loss", self.val_loss.compute()[0])
-        self.log("val/chain_eal", lengths[0], prog_bar=True)
-        for budget, value in zip(self.tree_budgets, lengths[1:], strict=True):
+        means = self.val_means.compute()
+        self.log("val/loss", means[0])
+        self.log("val/chain_eal", means[1], prog_bar=True)
+        for budget, value in zip(self.tree_budgets, means[2:], strict=True):
             self.log(f"val/tree_eal@{budget}", value, prog_bar=budget == 64)
         for name, metric in (("accuracy", self.val_accuracy), ("acceptance", self.val_survival)):
-            for slot, value in enumerate(metric.compute(), start=1):
+            for slot, value in enumerate(metric.compute().reshape(-1), start=1):
                 self.log(f"val/{name}_slot_{slot}", value)
-        for metric in (self.val_loss, self.val_lengths, self.val_accuracy, self.val_survival):
+        for metric in (self.val_means, self.val_accuracy, self.val_survival):
             metric.reset()
 
     # -- checkpoint

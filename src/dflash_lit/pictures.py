@@ -1,8 +1,8 @@
 """The figures of the run report: one small function a figure, each from logged series to an inline SVG.
 
 Every function returns None when its series were not logged: an empty picture would look like a measurement of nothing.
-Lengths are tokens per target pass; *tau* is measured by decoding and includes the bonus token, *EAL* (expected accepted length)
-comes from the teacher-forced validation pass.
+Lengths are tokens per target pass and include the bonus token: *tau* is counted in real decoding, *EAL* (expected accepted
+length) comes from the teacher-forced validation pass.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def loss_curves(metrics: Mapping[str, Series]) -> str | None:
 
 
 def length_curves(metrics: Mapping[str, Series]) -> str | None:
-    """Accepted lengths over optimizer steps: validation chain EAL and tree EAL@64, and tau of real decoding (incl. bonus)."""
+    """Accepted lengths over optimizer steps: validation chain EAL and tree EAL@64, and tau of real decoding."""
     with _style():
-        figure, axes = _canvas("optimizer step", "tokens per target pass")
+        figure, axes = _canvas("optimizer step", "tokens per target pass (incl. bonus)")
         _line(axes, metrics.get("val/tree_eal@64", ()), "tree EAL@64", color=GREEN, marker="s", markersize=4)
         _line(axes, metrics.get("val/chain_eal", ()), "chain EAL", color=BLUE, marker="o", markersize=4)
         tau = metrics.get("acceptance/tau_greedy", ())
-        _line(axes, tau, "decoded tau (incl. bonus)", color=ORANGE, marker="D", markersize=4, linestyle="--")
+        _line(axes, tau, "decoded tau", color=ORANGE, marker="D", markersize=4, linestyle="--")
         axes.set_ylim(bottom=0)
         return _svg(figure, axes, "Accepted length over steps")
 
@@ -80,7 +80,7 @@ def acceptance_by_slot(metrics: Mapping[str, Series]) -> str | None:
 def tree_by_budget(tree: Mapping[int, float], chain: float | None) -> str | None:
     """Tree EAL against the node budget (see :func:`budgets`), with the chain EAL as the line to beat."""
     with _style():
-        figure, axes = _canvas("tree nodes the target verifies", "tokens per target pass")
+        figure, axes = _canvas("tree nodes the target verifies", "tokens per target pass (incl. bonus)")
         _line(axes, sorted(tree.items()), "tree EAL", color=GREEN, marker="s", markersize=6)
         for budget, value in tree.items():
             axes.annotate(f"{value:.2f}", (budget, value), xytext=(0, 7), textcoords="offset points", ha="center")

@@ -21,8 +21,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .errors import UserError
-from .report_page import Metrics, decimal, duration_text, lossless_text, number, page, speed_text, tree_text
+from dflash_lit.errors import UserError
+from dflash_lit.report_page import Metrics, decimal, duration_text, lossless_text, number, page, speed_text, tree_text
 
 __all__ = ["closing_table", "load_metrics", "main", "write_report"]
 
@@ -78,8 +78,8 @@ def closing_table(summary: Mapping[str, Any], report: str | Path | None = None) 
         ("lossless", lossless_text(summary)),
         ("tokens/s greedy", speed_text(summary, "")),
         ("tokens/s T=0.7", speed_text(summary, "_t0.7")),
-        ("chain EAL", decimal(summary, "val/chain_eal")),
-        ("tree EAL", tree_text(summary)),
+        ("chain EAL (incl. bonus)", decimal(summary, "val/chain_eal")),
+        ("tree EAL (incl. bonus)", tree_text(summary)),
         ("wall time", duration_text(number(summary, "wall_s"))),
         ("peak memory", decimal(summary, "peak_rss_gib", " GiB")),
         ("export", str(summary.get("export_dir") or "not written")),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from . import pictures
+from dflash_lit import pictures
 
 __all__ = ["decimal", "duration_text", "lossless_text", "number", "page", "speed_text", "tree_text"]
 
@@ -118,7 +118,7 @@ def _cards(summary: Mapping[str, Any]) -> str:
     same = "Whether the drafted greedy output equals the target's own, token by token: a drafter may change speed, never text."
     if lossless is False:
         same = "The drafted greedy output differs from the target's own. Find the cause before this drafter is used."
-    chain = "Expected accepted length of a single chain of drafts, on validation text."
+    chain = "Expected accepted length of a single chain of drafts on validation text, without decoding."
     tree = "The same for a tree of drafts that the target verifies in one pass, by its number of nodes."
     cards = [
         ("big", "tau, greedy (incl. bonus)", decimal(summary, "tau_greedy"), meaning),
@@ -126,8 +126,8 @@ def _cards(summary: Mapping[str, Any]) -> str:
         ("", "tau untrained (incl. bonus)", decimal(summary, "tau_untrained"), "The same drafter before training, greedy."),
         ("bad" if lossless is False else "", "lossless", lossless_text(summary), same),
         ("", "tokens/s", speed_text(summary, ""), speed),
-        ("", "chain EAL", decimal(summary, "val/chain_eal"), chain),
-        ("", "tree EAL by budget", tree_text(summary), tree),
+        ("", "chain EAL (incl. bonus)", decimal(summary, "val/chain_eal"), chain),
+        ("", "tree EAL by budget (incl. bonus)", tree_text(summary), tree),
     ]
     return "<section class='cards'>" + "".join(_card(*card) for card in cards) + "</section>"
 
@@ -154,7 +154,7 @@ def _figures(summary: Mapping[str, Any], metrics: Metrics) -> str:
         (
             pictures.acceptance_by_slot(metrics),
             "Solid: share of blocks that are right up to slot k, so still accepted there. Dashed: slot k alone. "
-            "The points of a solid line add up to the mean number of accepted drafts.",
+            "The points of a solid line add up to the chain EAL less its bonus token.",
         ),
         (
             pictures.tree_by_budget(pictures.budgets(known), known.get("val/chain_eal")),
@@ -207,7 +207,9 @@ def _phases(summary: Mapping[str, Any]) -> str:
 
 
 def _facts(summary: Mapping[str, Any]) -> str:
-    facts = [(name, str(summary.get(key) or NOT_MEASURED)) for name, key in (("target", "target"), ("objective", "objective"))]
+    facts = [
+        (name, str(summary.get(key) or "not recorded")) for name, key in (("target", "target"), ("objective", "objective"))
+    ]
     counts = {
         "target parameters": "target_parameters",
         "drafter parameters": "drafter_parameters",

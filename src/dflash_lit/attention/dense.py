@@ -65,11 +65,11 @@ def block_attention(layout: BlockLayout) -> Attend:
         group = heads // kv_heads
         scaled = queries / math.sqrt(dim)
         # Heads that share keys are stacked along the queries: one matrix product a key head, nothing repeated.
-        flat = scaled.view(rows, kv_heads, group * blocks * size, dim)
+        flat = scaled.reshape(rows, kv_heads, group * blocks * size, dim)
         far = (flat @ context[0].transpose(-1, -2)).view(rows, kv_heads, group, blocks, size, tokens)
-        split = scaled.view(rows, kv_heads, group, blocks, size, dim)
-        own_keys = block[0].view(rows, kv_heads, 1, blocks, size, dim)
-        own_values = block[1].view(rows, kv_heads, 1, blocks, size, dim)
+        split = flat.view(rows, kv_heads, group, blocks, size, dim)
+        own_keys = block[0].reshape(rows, kv_heads, 1, blocks, size, dim)
+        own_values = block[1].reshape(rows, kv_heads, 1, blocks, size, dim)
         near = split @ own_keys.transpose(-1, -2)
         scores = torch.cat([far + context_bias[:, None, None, :, None, :], near + block_bias], dim=-1)
         weights = scores.float().softmax(dim=-1).to(queries.dtype)

@@ -7,7 +7,8 @@ supervised token is thus learnt exactly once, and always with everything that st
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -106,9 +107,9 @@ def _windows(index: int, document: Document, row_tokens: int) -> Iterator[_Windo
 def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: int) -> PackedRows:
     """Pack ``documents`` into rows of ``row_tokens``: a function of the documents, in their order, and ``seed``.
 
-    Documents are shuffled and placed by best fit among those that wait. Only the last row may end in padding. A document
-    longer than a row comes in windows that overlap by half a row; the overlap is context. Documents (and windows) without any
-    supervised token are left out: they would teach nothing.
+    Documents are shuffled; a row takes the one that waits longest, then always the largest waiting one that fits. Only the
+    last row may end in padding. A document longer than a row comes in windows that overlap by half a row; the overlap is
+    context. Documents (and windows) without any supervised token are left out: they would teach nothing.
 
     Args:
         documents: what to pack.
@@ -129,13 +130,25 @@ def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: i
 
     # Sorted by (length, serial number): the serial decides between equals, so windows are never compared.
     waiting: list[tuple[int, int, _Window]] = []
+    # The same in order of arrival, and some that are placed already.
+    arrivals: deque[tuple[int, int, _Window]] = deque()
     serial = 0
 
     def refill() -> None:
         nonlocal serial
         for window in islice(coming, _WAITING - len(waiting)):
-            insort(waiting, (len(window), serial, window))
+            entry = (len(window), serial, window)
+            insort(waiting, entry)
+            arrivals.append(entry)
             serial += 1
+
+    def oldest() -> int:
+        """Where in ``waiting`` the one is that came first."""
+        while True:
+            place = bisect_left(waiting, arrivals[0])
+            if place < len(waiting) and waiting[place] is arrivals[0]:
+                return place
+            arrivals.popleft()
 
     # One entry for each placed piece: (document, first token, end, context tokens at its beginning, number within its row).
     pieces: list[tuple[int, int, int, int, int]] = []
@@ -143,9 +156,10 @@ def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: i
     while waiting:
         gap, number = row_tokens, 0
         while gap and waiting:
-            # `serial` is larger than any in use: this finds the end of those of length <= gap.
-            if fitting := bisect_right(waiting, gap, key=lambda entry: entry[0]):
-                _, _, window = waiting.pop(fitting - 1)
+            # A serial number larger than any in use: how many have at most the gap's length.
+            if fitting := bisect_left(waiting, (gap, serial)):
+                # A row begins with the oldest, so none waits for ever and the seed decides; then the largest that fits.
+                _, _, window = waiting.pop(fitting - 1 if number else oldest())
                 length = len(window)
                 pieces.append((window.document, window.start, window.stop, window.context, number))
                 refill()
@@ -177,7 +191,7 @@ def _assemble(
     rows = -(-used // row_tokens)
 
     def flat(dtype: type, fill: int, values: np.ndarray) -> np.ndarray:
-        out = np.full(rows * row_tokens, fill, dtype=dtype)
+        out: np.ndarray = np.full(rows * row_tokens, fill, dtype=dtype)
         out[:used] = values
         return out.reshape(rows, row_tokens)
 

@@ -55,22 +55,23 @@ def stdlib_prompts(
             raise UserError(f"{field}: {value} is too small; at least 1")
     rng = np.random.default_rng([seed, int(held_out)])
     files = [file for file in stdlib_files() if is_held_out(file.name) == held_out]
-    turns = deque((files[index], _places(files[index], rng)) for index in rng.permutation(len(files)))
+    turns = deque(_Places(files[index], rng) for index in rng.permutation(len(files)))
     prompts: list[Prompt] = []
     seen: set[tuple[int, ...]] = set()
     while len(prompts) < count and turns:
-        drawn: list[tuple[SourceFile, int]] = []
+        drawn: list[tuple[_Places, int]] = []
         for _ in range(min(count - len(prompts), len(turns))):
-            file, places = turns.popleft()
-            if (place := next(places, None)) is not None:
-                drawn.append((file, place))
-                turns.append((file, places))
-        if not drawn:
-            continue
-        for (file, place), ids in zip(drawn, _encode_from(tokenizer, drawn, prompt_tokens), strict=True):
-            if len(ids) == prompt_tokens and (key := tuple(ids)) not in seen:
+            places = turns.popleft()
+            if (start := places.draw()) is not None:
+                drawn.append((places, start))
+                turns.append(places)
+        encoded = _encode_from(tokenizer, [(places.file.text, start) for places, start in drawn], prompt_tokens)
+        for (places, start), ids in zip(drawn, encoded, strict=True):
+            if len(ids) < prompt_tokens:
+                places.end = min(places.end, start)
+            elif (key := tuple(ids)) not in seen:
                 seen.add(key)
-                prompts.append(Prompt(f"{file.name}:{file.text.count(chr(10), 0, place) + 1}", ids))
+                prompts.append(Prompt(f"{places.file.name}:{places.file.text.count(chr(10), 0, start) + 1}", ids))
     if len(prompts) < count:
         side = "held-out" if held_out else "training"
         raise UserError(
@@ -80,31 +81,39 @@ def stdlib_prompts(
     return prompts
 
 
-def _places(file: SourceFile, rng: np.random.Generator) -> Iterator[int]:
-    """Yield the beginnings of a file's lines that are not empty, each once, in random order."""
-    starts = [match.start() for match in _TEXT_LINE.finditer(file.text)]
-    for index in rng.permutation(len(starts)):
-        yield starts[index]
+class _Places:
+    """Where prompts may begin in a file: at lines that are not empty, each once, in random order, before ``end``."""
+
+    def __init__(self, file: SourceFile, rng: np.random.Generator) -> None:
+        self.file = file
+        self.end = len(file.text)  # lowered when a prompt did not fit before the file's end: later ones will not either
+        self._seed = int(rng.integers(2**63))
+        self._starts: Iterator[int] | None = None
+
+    def draw(self) -> int | None:
+        """Give the next place, or None when there are no more."""
+        if self._starts is None:  # only now: a run of few prompts looks into few files
+            starts = np.array([match.start() for match in _TEXT_LINE.finditer(self.file.text)], dtype=np.int64)
+            self._starts = iter(np.random.default_rng(self._seed).permutation(starts).tolist())
+        return next((start for start in self._starts if start < self.end), None)
 
 
-def _encode_from(
-    tokenizer: PreTrainedTokenizerBase, drawn: Sequence[tuple[SourceFile, int]], prompt_tokens: int
-) -> list[list[int]]:
-    """Give the first ``prompt_tokens`` tokens from each place on, or fewer where the file ends before."""
+def _encode_from(tokenizer: PreTrainedTokenizerBase, drawn: Sequence[tuple[str, int]], prompt_tokens: int) -> list[list[int]]:
+    """Give the first ``prompt_tokens`` tokens of each (text, start), or fewer where the text ends before."""
     result: list[list[int]] = [[] for _ in drawn]
     missing = list(range(len(drawn)))
     characters = prompt_tokens * _CHARACTERS_PER_TOKEN
     while missing:
         slices, whole = [], []
         for index in missing:
-            file, place = drawn[index]
+            text, start = drawn[index]
             # To the end of a line, where hardly any tokenizer merges across.
-            end = file.text.find("\n", place + characters)
-            slices.append(file.text[place:] if end < 0 else file.text[place:end])
+            end = text.find("\n", start + characters)
+            slices.append(text[start:] if end < 0 else text[start:end])
             whole.append(end < 0)
         short = []
-        encoded = tokenizer(slices, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        for index, ids, is_whole in zip(missing, encoded, whole, strict=True):
+        encoded = tokenizer(slices, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for index, ids, is_whole in zip(missing, encoded["input_ids"], whole, strict=True):
             # Spare tokens: the last one before the cut could have merged with what follows.
             if is_whole or len(ids) >= prompt_tokens + 2:
                 result[index] = list(ids[:prompt_tokens])

@@ -129,7 +129,7 @@ def respond(
         UserError: if a setting is out of range, a prompt is empty, or prompt and response are longer than the target reads.
     """
     _check(target, prompts, max_new_tokens, temperature, batch_size)
-    settings = {
+    settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": float(temperature),
         # It decides which prompts share a batch, and thereby what is drawn.
@@ -308,7 +308,7 @@ def _write(path: Path, key: str, prompts: Sequence[Prompt], stored: _Stored, set
         np.concatenate([np.asarray(prompt.input_ids, dtype=np.int32), text])
         for prompt, text in zip(prompts, stored.texts, strict=True)
     ]
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "tokens": np.concatenate(sequences).astype(np.int32),
         "offsets": np.cumsum([0, *(len(sequence) for sequence in sequences)], dtype=np.int64),
         "prompt_lengths": np.array([len(prompt.input_ids) for prompt in prompts], dtype=np.int32),

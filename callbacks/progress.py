@@ -1,0 +1,71 @@
+"""One progress bar over the whole run, with tokens/s and time left; plain lines where no terminal is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from tqdm import tqdm
+
+__all__ = ["Progress"]
+
+
+class Progress(ProgressBar):
+    """Counts optimizer steps over the run, not batches over an epoch.
+
+    Args:
+        lines: without a terminal, about so many plain lines over the run.
+    """
+
+    def __init__(self, lines: int = 10) -> None:
+        super().__init__()
+        self.lines = lines
+        self.bar: Any = None
+        self.tokens = 0
+        self.enabled = True
+        self.step = 0
+        self.started = 0.0
+
+    def disable(self) -> None:
+        self.enabled = False
+
+    def enable(self) -> None:
+        self.enabled = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.step, self.tokens, self.started = trainer.global_step, 0, time.monotonic()
+        self.total = int(trainer.estimated_stepping_batches)
+        if self.enabled and sys.stderr.isatty():
+            self.bar = tqdm(total=self.total, initial=self.step, desc="train", unit="step", dynamic_ncols=True, mininterval=0.5)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.tokens += batch["input_ids"].numel()
+        moved = trainer.global_step - self.step
+        if not self.enabled or not moved:
+            return
+        self.step = trainer.global_step
+        every = max(self.total // self.lines, 1)
+        if self.bar is not None:
+            self.bar.update(moved)
+            # Reading a metric waits for the device: only as often as metrics are logged anyway.
+            if self.step % trainer.log_every_n_steps == 0:
+                self.bar.set_postfix_str(self._facts(trainer), refresh=False)
+        elif self.step % every == 0 or self.step == self.total:
+            elapsed = time.monotonic() - self.started
+            left = elapsed / max(self.step, 1) * (self.total - self.step)
+            print(f"step {self.step}/{self.total}  {self._facts(trainer)}  {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def _facts(self, trainer: L.Trainer) -> str:
+        rate = self.tokens / max(time.monotonic() - self.started, 1e-9) / 1000
+        shown = {"loss": "train/loss", "chain": "train/chain_eal", "tree64": "val/tree_eal@64", "tau": "acceptance/tau_greedy"}
+        metrics = trainer.callback_metrics
+        parts = [f"{name} {float(metrics[key]):.2f}" for name, key in shown.items() if key in metrics]
+        return " ".join([*parts, f"{rate:.1f} Ktok/s"])
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None

@@ -1,0 +1,53 @@
+"""How commands end: an exit code, and one line instead of a traceback where the input was wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from dflash_lit.errors import UserError
+
+__all__ = ["one_line", "run_command"]
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line; for Hydra's, with what OmegaConf said beneath it."""
+    parts: list[str] = []
+    current: BaseException | None = error
+    while current is not None:
+        # OmegaConf appends lines that name its own classes; the first says what is wrong.
+        for line in str(current).splitlines():
+            text = line.strip()
+            if text and not text.startswith(("full_key:", "object_type=", "reference_type=", "To append to your config")) and text not in parts:
+                parts.append(text)
+        current = current.__cause__
+    return "; ".join(parts[:3]) or type(error).__name__
+
+
+def run_command(command: Callable[[], Any]) -> int:
+    """Run ``command``; 0 if it returns, 2 with one line on stderr for wrong input, 130 if interrupted.
+
+    Other exceptions are defects or accidents and keep their traceback.
+    """
+    chosen = os.environ.get("HYDRA_FULL_ERROR")
+    # Hydra would print its own several lines and exit; with this it raises instead.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        command()
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        if chosen == "1":
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        if chosen is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+    return 0

@@ -1,0 +1,135 @@
+"""The schema of ``conf/``: every key a run can have, with its type, default and meaning.
+
+Hydra checks names and types against it while composing; :mod:`dflash_lit.plan` checks what depends on the target and data.
+``None`` means "derived", and the derivation is named beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+__all__ = ["TrainConfig", "register"]
+
+# OmegaConf reads these annotations at run time and wants Optional[...] rather than "| None" in older versions.
+# ruff: noqa: UP007, UP045
+
+
+@dataclass
+class TargetSection:
+    path: str = "embedded"  # a Hugging Face folder or name, or "embedded"
+    dtype: Optional[str] = None  # float32 on a CPU, else bfloat16
+    attention: str = "sdpa"  # Hugging Face attention implementation
+    trust_remote_code: bool = False
+    dense_limit_gib: float = 4.0  # refuse a dense document mask beyond this
+
+
+@dataclass
+class DrafterSection:
+    block_size: int = 8  # slots a block, the anchor included
+    layers: int = 2
+    features: int = 3  # target layers it reads
+    anchors: int = 64  # blocks a row
+    target_layer_ids: Optional[list[int]] = None  # the DFlash rule for `features` layers
+    mask_token_id: Optional[int] = None  # the tokenizer's mask token, else its first unused id
+    intermediate_size: Optional[int] = None  # the target's
+    num_attention_heads: Optional[int] = None  # the target's
+    num_key_value_heads: Optional[int] = None  # the target's
+    head_dim: Optional[int] = None  # the target's
+    causal: bool = False  # slots see only slots up to their own
+    rope_parameters: Optional[dict[str, Any]] = None  # the target's
+    init_from: Optional[str] = None  # folder of an exported drafter to start from
+    dense_limit_gib: float = 4.0  # refuse dense attention beyond this
+
+
+@dataclass
+class ObjectiveSection:
+    weights: str = "decay"  # decay | dpace
+    gamma: Optional[float] = None  # suits the block size
+    alpha: float = 0.5  # D-PACE's floor
+    chunk_slots: int = 4096  # slots whose logits exist at a time
+    use_reentrant: bool = False  # form of gradient checkpointing
+
+
+@dataclass
+class OptimizerSection:
+    lr: float = 6e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    warmup: float = 0.04  # share of the steps
+
+
+@dataclass
+class DataSection:
+    prompts: Optional[str] = None  # a .jsonl or .txt file; None: the standard library's sources
+    held_out_share: float = 0.1  # of a prompts file; the standard library has its own split
+    train_prompts: int = 768  # at most
+    val_prompts: int = 48
+    prompt_tokens: int = 48
+    response_tokens: int = 208
+    temperature: float = 0.7  # of the target's responses
+    responses_per_batch: int = 128  # prompts generated for at a time
+    row_tokens: int = 512
+    rows_per_batch: int = 4
+    validate_on_train: bool = False  # for debug=overfit
+    cache_dir: Optional[str] = None  # XDG_CACHE_HOME/dflash_lit
+
+
+@dataclass
+class PlacementSection:
+    kind: str = "colocated"  # target and drafter on one device
+
+
+@dataclass
+class TrainerSection:
+    max_steps: int = 300
+    accelerator: str = "auto"  # auto | cpu | gpu
+    devices: int = 1
+    precision: Optional[str] = None  # 32-true on a CPU, else bf16-mixed (fp32 masters either way)
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: Optional[float] = 1.0
+    val_every: Optional[int] = None  # steps; a fifth of the run
+    limit_val_batches: Optional[int] = None
+    num_sanity_val_steps: int = 0
+    log_every_n_steps: int = 5
+    enable_progress_bar: bool = True
+    threads: Optional[int] = None  # CPU threads of torch; torch's own choice
+
+
+@dataclass
+class EvaluationSection:
+    prompts: int = 16  # held-out prompts decoded after training
+    max_new_tokens: int = 96
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
+    tree_budgets: list[int] = field(default_factory=lambda: [16, 64, 256])
+
+
+@dataclass
+class PathsSection:
+    output_dir: str = MISSING  # the run folder
+
+
+@dataclass
+class TrainConfig:
+    target: TargetSection = field(default_factory=TargetSection)
+    drafter: DrafterSection = field(default_factory=DrafterSection)
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    data: DataSection = field(default_factory=DataSection)
+    placement: PlacementSection = field(default_factory=PlacementSection)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    paths: PathsSection = field(default_factory=PathsSection)
+    callbacks: dict[str, Any] = field(default_factory=dict)  # name -> {_target_: ..., ...}
+    logger: dict[str, Any] = field(default_factory=dict)  # name -> {_target_: ..., ...}
+    seed: int = 0
+    ckpt_path: Optional[str] = None  # resume from this Lightning checkpoint
+    optimized_metric: Optional[str] = None  # key of summary.json that a sweeper maximises
+
+
+def register() -> None:
+    """Make the schema known to Hydra under the name ``schema``."""
+    ConfigStore.instance().store(name="schema", node=TrainConfig)

@@ -1,0 +1,156 @@
+"""How much a drafter helps: real decoding of held-out prompts, with and without it, in one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from rich.progress import Progress
+
+from dflash_lit.decode.chain import Decoded, decode_chain, decode_plain
+from dflash_lit.drafter.model import Drafter
+from dflash_lit.target.frozen import FrozenTarget
+
+__all__ = ["Acceptance", "Sample", "decoding", "measure", "round_samples"]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What decoding some prompts at one temperature gave.
+
+    Attributes:
+        temperature: 0 is greedy.
+        tau: mean tokens a verify pass over all rounds of all prompts, bonus included.
+        tau_error: its standard error, over prompts (a prompt's rounds are not independent).
+        tokens_per_s_plain, tokens_per_s_drafted: new tokens a second without and with the drafter, batch 1.
+        accepted_by_slot: share of rounds whose slots 1..k were all accepted, k = 1..B-1.
+        identical: prompts whose drafted output equals the target's own, token for token (greedy; None when sampled).
+        prompts: how many were decoded.
+        drafted: the responses.
+    """
+
+    temperature: float
+    tau: float
+    tau_error: float
+    tokens_per_s_plain: float
+    tokens_per_s_drafted: float
+    accepted_by_slot: list[float]
+    identical: int | None
+    prompts: int
+    drafted: list[Decoded] = field(default_factory=list, repr=False)
+
+    @property
+    def lossless(self) -> bool | None:
+        """Whether every greedy output was the target's own; None when sampled."""
+        return None if self.identical is None else self.identical == self.prompts
+
+
+@contextmanager
+def decoding(drafter: Drafter) -> Iterator[None]:
+    """Evaluation mode inside, the previous mode after."""
+    was = drafter.training
+    drafter.eval()
+    try:
+        yield
+    finally:
+        drafter.train(was)
+
+
+def _ratio_error(drafted: Sequence[Decoded], tau: float) -> float:
+    """Standard error of the ratio tokens / rounds, with prompts as clusters."""
+    used = [d for d in drafted if d.rounds]
+    if len(used) < 2:
+        return math.nan
+    mean_rounds = sum(len(d.rounds) for d in used) / len(used)
+    squares = sum((sum(d.rounds) - tau * len(d.rounds)) ** 2 for d in used)
+    return math.sqrt(squares / (len(used) - 1) / len(used)) / mean_rounds
+
+
+def measure(
+    target: FrozenTarget,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    plain: bool = True,
+    progress: Progress | None = None,
+) -> Acceptance:
+    """Decode ``prompts`` one at a time with the drafter and, if ``plain``, by the target alone.
+
+    At temperature 0 the drafted output is also compared with Hugging Face's own ``generate``. Without ``plain`` there is
+    neither a comparison nor a plain rate (NaN).
+    """
+    task = progress.add_task(f"decode T={temperature:g}", total=len(prompts)) if progress else None
+    drafted: list[Decoded] = []
+    own: list[Decoded] = []
+    identical = 0
+    with decoding(drafter):
+        for number, prompt in enumerate(prompts):
+            ids = list(prompt)
+
+            def generator(stream: int, number: int = number) -> torch.Generator | None:
+                return torch.Generator(target.device).manual_seed(seed * 1_000_003 + 2 * number + stream) if temperature else None
+
+            arguments = {"temperature": temperature}
+            drafted.append(decode_chain(target, drafter, ids, max_new_tokens, generator=generator(0), **arguments))
+            if plain:
+                own.append(decode_plain(target, ids, max_new_tokens, generator=generator(1), **arguments))
+                if temperature == 0:
+                    identical += drafted[-1].ids == own[-1].ids == _generate(target, ids, max_new_tokens)
+            if progress and task is not None:
+                progress.advance(task)
+    rounds = [r for d in drafted for r in d.rounds]
+    tau = sum(rounds) / len(rounds) if rounds else math.nan
+    slots = drafter.config.block_size - 1
+    return Acceptance(
+        temperature=temperature,
+        tau=tau,
+        tau_error=_ratio_error(drafted, tau),
+        tokens_per_s_plain=_rate(own),
+        tokens_per_s_drafted=_rate(drafted),
+        accepted_by_slot=[sum(r > k for r in rounds) / max(len(rounds), 1) for k in range(1, slots + 1)],
+        identical=identical if plain and temperature == 0 else None,
+        prompts=len(prompts),
+        drafted=drafted,
+    )
+
+
+def _rate(decoded: Sequence[Decoded]) -> float:
+    seconds = sum(d.seconds for d in decoded)
+    return sum(len(d.ids) for d in decoded) / seconds if seconds else math.nan
+
+
+def _generate(target: FrozenTarget, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """The reference: the target's own greedy output by Hugging Face's loop."""
+    ids = torch.tensor([prompt], device=target.device)
+    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A decoded prompt for people to look at: what each round accepted, and its bonus token."""
+
+    prompt: str
+    rounds: list[tuple[str, str]]
+
+
+def round_samples(target: FrozenTarget, prompts: Sequence[Sequence[int]], drafted: Sequence[Decoded], count: int) -> list[Sample]:
+    """Texts of the first ``count`` responses, cut at their rounds."""
+    samples = []
+    for prompt, response in list(zip(prompts, drafted, strict=True))[:count]:
+        decode = target.tokenizer.decode
+        rounds = [("", decode(response.ids[:1]))]
+        start = 1
+        for length in response.rounds:
+            tokens = response.ids[start : start + length]
+            start += length
+            if tokens:
+                rounds.append((decode(tokens[:-1]) if len(tokens) == length else decode(tokens), decode(tokens[-1:]) if len(tokens) == length else ""))
+        samples.append(Sample(decode(list(prompt)), rounds))
+    return samples

@@ -1,0 +1,202 @@
+"""The served format: a folder that vLLM, SGLang and z-lab's loader read.
+
+``model.safetensors`` in bf16 without prefix, embedding, head or rotary buffers (11 tensors a layer and 3), and a
+``config.json`` with the fields those loaders look for, old and new places of the rotary settings included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_lit.drafter.config import DrafterConfig
+from dflash_lit.drafter.model import Drafter
+from dflash_lit.errors import UserError
+
+__all__ = ["drafter_from_checkpoint", "load_drafter", "save_drafter", "served_config"]
+
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+
+
+def served_config(config: DrafterConfig, *, auto_map: bool = False) -> dict[str, Any]:
+    """``config.json`` of an exported drafter.
+
+    Args:
+        auto_map: name the remote-code class that z-lab's Transformers loader asks for; SGLang does not want the field.
+    """
+    rope = dict(config.rope_parameters)
+    kind = rope.get("rope_type", "default")
+    described: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+            "causal": config.causal,
+            "target_fingerprint": config.target_fingerprint,
+        },
+        "num_target_layers": config.num_target_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": config.initializer_range,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "max_window_layers": config.num_hidden_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        # Transformers 5 reads rope_parameters; servers read the two older fields.
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if kind == "default" else rope,
+    }
+    if auto_map:
+        described["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
+    return described
+
+
+def save_drafter(drafter: Drafter, folder: str | Path, *, auto_map: bool = False) -> Path:
+    """Write ``folder`` (replaced if it exists); complete or not at all.
+
+    Raises:
+        UserError: if a weight is not finite, naming its tensor.
+    """
+    folder = Path(folder)
+    weights: dict[str, Tensor] = {}
+    for name, value in drafter.state_dict().items():
+        if not bool(value.isfinite().all()):
+            raise UserError(f"export: tensor {name!r} has values that are not finite; nothing was written")
+        weights[name] = value.detach().to("cpu", torch.bfloat16).contiguous()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        save_file(weights, made / _WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(served_config(drafter.config, auto_map=auto_map), indent=2)
+        (made / _CONFIG).write_text(text + "\n", encoding="utf-8")
+        made.chmod(0o755)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            os.replace(folder, old / "old")
+            os.replace(made, folder)
+            shutil.rmtree(old)
+        else:
+            os.replace(made, folder)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return folder
+
+
+def _read_config(folder: Path) -> DrafterConfig:
+    path = folder / _CONFIG
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the folder of an exported drafter") from error
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("dflash_config"), dict):
+        raise UserError(f"{path}: has no dflash_config; is this a DFlash drafter?")
+    own = raw["dflash_config"]
+    if other := set(raw.get("layer_types") or []) - {"full_attention"}:
+        raise UserError(f"{path}: layer_types has {sorted(other)[0]!r}; only full attention is supported")
+    if raw.get("attention_bias"):
+        raise UserError(f"{path}: attention_bias=true is not supported")
+    try:
+        rope = raw.get("rope_parameters") or {"rope_type": "default", **(raw.get("rope_scaling") or {}), "rope_theta": raw["rope_theta"]}
+        return DrafterConfig(
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=raw["num_hidden_layers"],
+            num_attention_heads=raw["num_attention_heads"],
+            num_key_value_heads=raw["num_key_value_heads"],
+            head_dim=raw["head_dim"],
+            vocab_size=raw["vocab_size"],
+            block_size=own.get("block_size", raw.get("block_size")),
+            mask_token_id=own["mask_token_id"],
+            target_layer_ids=tuple(own["target_layer_ids"]),
+            num_target_layers=raw["num_target_layers"],
+            rms_norm_eps=raw["rms_norm_eps"],
+            max_position_embeddings=raw["max_position_embeddings"],
+            causal=bool(own.get("causal", False)),
+            rope_parameters=rope,
+            initializer_range=raw.get("initializer_range", 0.02),
+            target_fingerprint=own.get("target_fingerprint", ""),
+        )
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: field {error} is missing or of the wrong type") from error
+
+
+def load_drafter(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Drafter:
+    """Read an exported folder.
+
+    Raises:
+        UserError: naming the file and field or tensor that is missing, superfluous, of the wrong shape, or not finite.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    path = folder / _WEIGHTS
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    drafter = Drafter(config)
+    expected = drafter.state_dict()
+    for name in sorted(set(expected) | set(weights)):
+        if name not in weights:
+            raise UserError(f"{path}: tensor {name!r} is missing")
+        if name not in expected:
+            raise UserError(f"{path}: tensor {name!r} does not belong to this drafter")
+        if weights[name].shape != expected[name].shape:
+            raise UserError(f"{path}: tensor {name!r} has shape {list(weights[name].shape)}, its config says {list(expected[name].shape)}")
+        if not bool(weights[name].isfinite().all()):
+            raise UserError(f"{path}: tensor {name!r} has values that are not finite")
+    drafter.load_state_dict(weights)
+    return drafter.to(dtype).eval()
+
+
+def drafter_from_checkpoint(path: str | Path) -> Drafter:
+    """The drafter in a Lightning checkpoint of :class:`dflash_lit.module.DrafterModule` (fp32 masters).
+
+    The file is read with ``weights_only=True``: it cannot run code.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint; give a .ckpt file from a run's checkpoints folder")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        config = DrafterConfig.from_dict(dict(saved["hyper_parameters"]["drafter"]))
+        prefix = "drafter."
+        weights = {k.removeprefix(prefix): v for k, v in saved["state_dict"].items() if k.startswith(prefix)}
+    except UserError:
+        raise
+    except Exception as error:  # torch.load raises many kinds for damaged files
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path}: is not a checkpoint of this project or is damaged ({reason[:120]})") from error
+    drafter = Drafter(config)
+    try:
+        drafter.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{path}: its weights do not fit its settings ({str(error).splitlines()[-1].strip()})") from error
+    return drafter.eval()

@@ -1,0 +1,338 @@
+"""The parts of a training job that ``train.py`` puts together."""
+
+from __future__ import annotations
+
+import json
+import math
+import netrc
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from dflash_lit.config import TrainConfig
+from dflash_lit.data.datamodule import RowDataModule
+from dflash_lit.data.documents import Document
+from dflash_lit.data.packing import pack
+from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
+from dflash_lit.data.respond import Responses, respond
+from dflash_lit.decode.acceptance import measure, round_samples
+from dflash_lit.drafter.model import Drafter
+from dflash_lit.errors import UserError
+from dflash_lit.export import load_drafter, save_drafter
+from dflash_lit.module import DrafterModule
+from dflash_lit.placement.strategy import ColocatedStrategy
+from dflash_lit.plan import Plan
+from dflash_lit.report import closing_table, load_metrics, write_report
+from dflash_lit.target.frozen import FrozenTarget
+
+__all__ = ["Job", "cache_folder", "load_target", "wandb_offline"]
+
+
+def cache_folder(chosen: str | None) -> Path:
+    """``data.cache_dir``, else the user's cache folder."""
+    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lit").expanduser()
+
+
+def wandb_offline() -> bool:
+    """Whether W&B has to stay offline: no key in the environment or in ``~/.netrc``, and no mode asked for."""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode != "online"
+    if os.environ.get("WANDB_API_KEY"):
+        return False
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is None
+    except (OSError, netrc.NetrcParseError):
+        return True
+
+
+# conf/logger/wandb.yaml asks for it; a resolver, so that `--cfg job` shows the key and not one machine's answer.
+OmegaConf.register_new_resolver("wandb_offline", wandb_offline, replace=True)
+
+
+def load_target(plan: Plan, cfg: TrainConfig) -> FrozenTarget:
+    """Read the target's weights onto the plan's device."""
+    limit = cfg.target.dense_limit_gib
+    return FrozenTarget.load(plan.info, device=plan.device, dtype=plan.dtype, attention=cfg.target.attention, dense_limit_gib=limit)
+
+
+@dataclass(frozen=True)
+class JobData:
+    """Everything the data phase yields."""
+
+    module: RowDataModule
+    eval_prompts: list[list[int]]
+    responses: Responses
+
+
+class Job:
+    """One run: its folder, its console, and the time each phase took.
+
+    Args:
+        cfg: the composed config.
+        plan: what :func:`dflash_lit.plan.make_plan` derived from it.
+    """
+
+    def __init__(self, cfg: TrainConfig, plan: Plan) -> None:
+        self.cfg, self.plan = cfg, plan
+        self.folder = Path(cfg.paths.output_dir)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.console = Console(stderr=True)
+        self.phases: dict[str, float] = {}
+        self.started = time.monotonic()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the run."""
+        self.console.print(f"[bold]{name}[/bold]")
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = round(time.monotonic() - began, 2)
+
+    # -- building
+
+    def instances(self) -> tuple[list[Callback], list[Logger]]:
+        """Callbacks and loggers of the config.
+
+        Raises:
+            UserError: naming the entry that cannot be made.
+        """
+        made: dict[str, list[Any]] = {}
+        kinds: dict[str, type] = {"callbacks": Callback, "logger": Logger}
+        for section, kind in kinds.items():
+            made[section] = []
+            for name, node in getattr(self.cfg, section).items():
+                if node is None:  # `callbacks.acceptance=null` leaves it out
+                    continue
+                try:
+                    value = instantiate(node, _convert_="all")
+                except Exception as error:  # whatever the constructor raises, the key is what helps
+                    reason = str(error.__cause__ or error).strip().splitlines()[0]
+                    raise UserError(f"{section}.{name}: {reason}") from error
+                if not isinstance(value, kind):
+                    raise UserError(f"{section}.{name}: is no {kind.__name__}; check its _target_")
+                made[section].append(value)
+        return made["callbacks"], made["logger"]
+
+    def _prompts(self, target: FrozenTarget) -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
+        """Prompts to train on, to validate on, and to decode."""
+        data, seed = self.cfg.data, self.cfg.seed
+        evaluated = self.cfg.evaluation.prompts
+        wanted = data.val_prompts + evaluated
+        if data.prompts is None:
+            size = data.prompt_tokens
+            train = stdlib_prompts(target.tokenizer, count=data.train_prompts, prompt_tokens=size, held_out=False, seed=seed)
+            held = stdlib_prompts(target.tokenizer, count=wanted, prompt_tokens=size, held_out=True, seed=seed)
+        else:
+            everything = file_prompts(data.prompts, target.tokenizer, max_prompt_tokens=data.prompt_tokens)
+            train, held = split_held_out(everything, data.held_out_share, seed)
+            if not train or len(held) < 2:
+                raise UserError(
+                    f"data.prompts={data.prompts!r}: {len(everything)} different prompts give {len(train)} to train on and {len(held)} held "
+                    "out; at least 1 and 2 are needed: add prompts or raise data.held_out_share"
+                )
+            train = train[: data.train_prompts]
+        cut = min(data.val_prompts, len(held) // 2 if len(held) < wanted else data.val_prompts)
+        val, decoded = held[:cut], held[cut:][:evaluated]
+        if data.validate_on_train:
+            val = decoded = train
+        return train, val, decoded[:evaluated]
+
+    def _refuse_mask_token(self, documents: list[Document]) -> None:
+        mask = self.plan.drafter.mask_token_id
+        for document in documents:
+            if (document.input_ids == mask).any():
+                raise UserError(
+                    f"drafter.mask_token_id={mask} occurs in the data (document {document.name!r}); choose a reserved id that is never text"
+                )
+
+    def data(self, target: FrozenTarget) -> JobData:
+        """Prompts, the target's responses to them, packed rows."""
+        data = self.cfg.data
+        train, val, decoded = self._prompts(target)
+        everything = respond(
+            target,
+            [*train, *val] if not data.validate_on_train else train,
+            max_new_tokens=data.response_tokens,
+            temperature=data.temperature,
+            batch_size=data.responses_per_batch,
+            seed=self.cfg.seed,
+            cache_dir=cache_folder(data.cache_dir) / "responses",
+        )
+        self._refuse_mask_token(everything.documents)
+        names = {prompt.name for prompt in val}
+        sides = (
+            [d for d in everything.documents if data.validate_on_train or d.name not in names],
+            [d for d in everything.documents if d.name in names],
+        )
+        rows = [pack(side, data.row_tokens, seed=self.cfg.seed, pad_id=self.plan.info.pad_id) for side in sides]
+        module = RowDataModule(rows[0], rows[1], data.rows_per_batch, self.cfg.seed)
+        prompts = [list(prompt.input_ids) for prompt in decoded]
+        module.eval_prompts = prompts  # type: ignore[attr-defined]
+        self.console.print(
+            f"  {len(everything.documents)} responses of {target.info.path} at T={data.temperature:g}"
+            f" ({everything.repetitive} repetitive and {everything.empty} empty ones dropped"
+            + (", from the cache)" if everything.from_cache else f", {everything.tokens_per_second:.0f} tokens/s)")
+            + f"; {len(rows[0])} + {len(rows[1])} rows of {data.row_tokens} tokens, {100 * rows[0].efficiency:.1f} % filled"
+        )
+        return JobData(module, prompts, everything)
+
+    def module(self, target: FrozenTarget) -> DrafterModule:
+        """The drafter, new or warm-started, under its training step."""
+        cfg, plan = self.cfg, self.plan
+        config = {**plan.drafter.to_dict(), "target_fingerprint": target.fingerprint}
+        module = DrafterModule(
+            config,
+            target.ends(),
+            plan.objective.to_dict(),
+            anchors=cfg.drafter.anchors,
+            seed=cfg.seed,
+            lr=cfg.optimizer.lr,
+            betas=list(cfg.optimizer.betas),
+            weight_decay=cfg.optimizer.weight_decay,
+            warmup=cfg.optimizer.warmup,
+            tree_budgets=list(cfg.evaluation.tree_budgets),
+            dense_limit_gib=cfg.drafter.dense_limit_gib,
+        )
+        if cfg.drafter.init_from is not None:
+            warm = load_drafter(cfg.drafter.init_from)
+            for name in ("block_size", "mask_token_id", "target_layer_ids", "hidden_size", "num_hidden_layers", "causal"):
+                theirs, ours = getattr(warm.config, name), getattr(module.config, name)
+                if theirs != ours:
+                    raise UserError(f"drafter.init_from: that drafter has {name}={theirs}, this run {ours}; set them equal")
+            module.drafter.load_state_dict(warm.state_dict())
+        return module
+
+    def trainer(self, target: FrozenTarget, callbacks: list[Callback], loggers: list[Logger]) -> L.Trainer:
+        """Lightning's Trainer with the placement as its strategy."""
+        settings = self.cfg.trainer
+        strategy = ColocatedStrategy(target, self.plan.drafter.target_layer_ids, self.plan.device)
+        return L.Trainer(
+            accelerator="gpu" if self.plan.device.type == "cuda" else "cpu",
+            strategy=strategy,
+            devices=1,
+            precision=self.plan.precision,  # type: ignore[arg-type]
+            max_steps=settings.max_steps,
+            max_epochs=-1,
+            accumulate_grad_batches=settings.accumulate_grad_batches,
+            gradient_clip_val=settings.gradient_clip_val,
+            val_check_interval=self.plan.val_every * settings.accumulate_grad_batches,
+            check_val_every_n_epoch=None,
+            limit_val_batches=settings.limit_val_batches,
+            num_sanity_val_steps=settings.num_sanity_val_steps,
+            log_every_n_steps=settings.log_every_n_steps,
+            enable_progress_bar=settings.enable_progress_bar,
+            enable_model_summary=False,
+            callbacks=callbacks,
+            logger=loggers,
+            default_root_dir=self.folder,
+        )
+
+    # -- finishing
+
+    def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
+        """Decode for real with the *exported* drafter and put all figures together; writes ``summary.json``."""
+        export = self.folder / "drafter"
+        if not export.exists():
+            save_drafter(module.drafter, export)
+        drafter = load_drafter(export).to(self.plan.device)
+        settings = self.cfg.evaluation
+        summary: dict[str, Any] = {}
+        for temperature in settings.temperatures:
+            got = measure(
+                target, drafter, data.eval_prompts, max_new_tokens=settings.max_new_tokens, temperature=temperature, seed=self.cfg.seed
+            )
+            tau = "tau_greedy" if temperature == 0 else f"tau_t{temperature:g}"
+            tag = "" if temperature == 0 else f"_t{temperature:g}"
+            summary |= {
+                tau: got.tau,
+                f"{tau}_error": got.tau_error,
+                f"tokens_per_s_plain{tag}": got.tokens_per_s_plain,
+                f"tokens_per_s_drafted{tag}": got.tokens_per_s_drafted,
+                f"accepted_by_slot{tag}": got.accepted_by_slot,
+            }
+            if got.lossless is not None:
+                summary["lossless"] = got.lossless
+                summary["lossless_prompts"] = f"{got.identical}/{got.prompts}"
+                samples = round_samples(target, data.eval_prompts, got.drafted, 3)
+                summary["samples"] = [
+                    {"prompt": s.prompt, "rounds": [{"text_accepted": a, "text_bonus": b} for a, b in s.rounds]} for s in samples
+                ]
+        summary |= {
+            "tau_untrained": self._untrained(target, data),
+            **{key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")},
+            "train_loss": float(trainer.callback_metrics.get("train/loss", math.nan)),
+            "steps": trainer.global_step,
+            "target": self.plan.info.path,
+            "block_size": self.plan.drafter.block_size,
+            "objective": self.plan.objective.weights,
+            "drafter_parameters": sum(p.numel() for p in module.drafter.parameters()),
+            "target_parameters": sum(p.numel() for p in target.model.parameters()),
+            "responses": len(data.responses.documents),
+            "responses_repetitive": data.responses.repetitive,
+            "responses_from_cache": data.responses.from_cache,
+            "train_tokens": trainer.global_step * self.cfg.trainer.accumulate_grad_batches * self.cfg.data.rows_per_batch * self.cfg.data.row_tokens,
+            "export_dir": _shown(export),
+            "report": _shown(self.folder / "report.html"),
+        }
+        return summary
+
+    def _untrained(self, target: FrozenTarget, data: JobData) -> float:
+        """Tau of a drafter with fresh random weights on a few of the same prompts: the floor."""
+        drafter = Drafter(self.plan.drafter).to(self.plan.device)
+        few = data.eval_prompts[:4]
+        return measure(target, drafter, few, max_new_tokens=self.cfg.evaluation.max_new_tokens // 2, plain=False).tau
+
+    def close(self, summary: dict[str, Any], trainer: L.Trainer) -> None:
+        """Write ``summary.json`` and ``report.html``, log the summary, print the table."""
+        # On Linux in KiB, on macOS in bytes.
+        unit = 2**30 if sys.platform == "darwin" else 2**20
+        summary["phases"] = self.phases
+        summary["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 3)
+        summary["wall_s"] = round(time.monotonic() - self.started, 1)
+        _write_json(self.folder / "summary.json", summary)
+        config = OmegaConf.to_yaml(OmegaConf.structured(self.cfg) if not OmegaConf.is_config(self.cfg) else self.cfg)
+        metrics_file = self.folder / "csv" / "metrics.csv"
+        metrics = load_metrics(metrics_file) if metrics_file.is_file() else {}
+        report = write_report(self.folder / "report.html", summary, metrics, config)
+        numbers = {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float)}
+        for logger in trainer.loggers:
+            if type(logger).__name__ == "WandbLogger":
+                logger.experiment.summary.update(numbers)  # type: ignore[attr-defined]
+        Console().print(closing_table(summary, _shown(report)))
+
+
+def _shown(path: Path) -> str:
+    """The path as a person would type it here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Strict JSON, complete or not at all; NaN becomes null."""
+
+    def clean(item: Any) -> Any:
+        if isinstance(item, float):
+            return item if math.isfinite(item) else None
+        if isinstance(item, dict):
+            return {k: clean(v) for k, v in item.items()}
+        return [clean(v) for v in item] if isinstance(item, list | tuple) else item
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(clean(dict(value)), indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+

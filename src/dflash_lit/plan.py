@@ -1,0 +1,173 @@
+"""From a composed config to a checked, fully derived plan, before anything heavy starts.
+
+Only the target's config and tokenizer are read here. Every impossible combination ends as one :class:`UserError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dflash_lit.attention.dense import refuse_large
+from dflash_lit.config import DrafterSection, TrainConfig
+from dflash_lit.drafter.config import DrafterConfig, feature_layers
+from dflash_lit.errors import UserError
+from dflash_lit.objective.config import Objective
+from dflash_lit.target.frozen import TargetInfo
+
+__all__ = ["Plan", "derive_drafter", "make_plan"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PRECISIONS = ("32-true", "bf16-mixed")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do, with nothing left to derive."""
+
+    info: TargetInfo
+    drafter: DrafterConfig
+    objective: Objective
+    device: torch.device
+    dtype: torch.dtype
+    precision: str
+    val_every: int
+
+
+def _positive(section: str, values: object, *names: str) -> None:
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and value < 1:
+            raise UserError(f"{section}.{name}={value}: must be at least 1")
+
+
+def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str = "") -> DrafterConfig:
+    """The drafter's sizes: what the section leaves open is the target's.
+
+    Raises:
+        UserError: for a mask token that is out of range or means something else, or layers out of range.
+    """
+    text = info.text
+    heads = section.num_attention_heads or int(text.num_attention_heads)
+    kv_heads = section.num_key_value_heads or int(getattr(text, "num_key_value_heads", None) or heads)
+    head_dim = section.head_dim or int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    layer_ids = section.target_layer_ids
+    if layer_ids is None:
+        layer_ids = list(feature_layers(info.layers, section.features))
+    mask = section.mask_token_id if section.mask_token_id is not None else info.default_mask_token()
+    for name, reserved in info.reserved_ids.items():
+        if mask == reserved:
+            raise UserError(f"drafter.mask_token_id={mask} is the target's {name} token; choose a reserved id that is never text")
+    rope = dict(section.rope_parameters or getattr(text, "rope_parameters", None) or {})
+    if "full_attention" in rope:  # targets with several kinds of layers give each its own
+        rope = dict(rope["full_attention"])
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", float(getattr(text, "rope_theta", None) or 10_000.0))
+    return DrafterConfig(
+        hidden_size=int(text.hidden_size),
+        intermediate_size=section.intermediate_size or int(text.intermediate_size),
+        num_hidden_layers=section.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=int(text.vocab_size),
+        block_size=section.block_size,
+        mask_token_id=mask,
+        target_layer_ids=tuple(layer_ids),
+        num_target_layers=info.layers,
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        max_position_embeddings=int(getattr(text, "max_position_embeddings", 32768)),
+        causal=section.causal,
+        rope_parameters=rope,
+        target_fingerprint=fingerprint,
+    )
+
+
+def _device(accelerator: str) -> torch.device:
+    if accelerator not in ("auto", "cpu", "gpu"):
+        raise UserError(f"trainer.accelerator={accelerator!r}: choose auto, cpu or gpu")
+    there = torch.cuda.is_available()
+    if accelerator == "gpu" and not there:
+        raise UserError("trainer.accelerator=gpu: torch sees no GPU here; use cpu, or install a CUDA build of torch and its driver")
+    return torch.device("cuda", 0) if there and accelerator != "cpu" else torch.device("cpu")
+
+
+def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
+    data = cfg.data
+    _positive("data", data, "train_prompts", "val_prompts", "prompt_tokens", "responses_per_batch", "rows_per_batch")
+    if data.row_tokens < 128 or data.row_tokens % 128:
+        raise UserError(f"data.row_tokens={data.row_tokens}: must be a positive multiple of 128")
+    if data.response_tokens < 2:
+        raise UserError(f"data.response_tokens={data.response_tokens}: no token would be supervised after an anchor; use 2 or more")
+    if data.temperature < 0:
+        raise UserError(f"data.temperature={data.temperature:g}: must be 0 (greedy) or positive")
+    if not 0 < data.held_out_share < 1:
+        raise UserError(f"data.held_out_share={data.held_out_share:g}: must lie between 0 and 1")
+    most = int(getattr(info.text, "max_position_embeddings", 0) or 0)
+    longest = max(data.prompt_tokens + data.response_tokens, data.prompt_tokens + cfg.evaluation.max_new_tokens + cfg.drafter.block_size)
+    if most and longest > most:
+        raise UserError(
+            f"data.prompt_tokens + response tokens come to {longest}, but the target has positions for {most}; "
+            "lower data.prompt_tokens, data.response_tokens or evaluation.max_new_tokens"
+        )
+    if data.prompts is not None and not Path(data.prompts).is_file():
+        raise UserError(f"data.prompts={data.prompts!r}: no such file; give a .jsonl or .txt file of prompts, or null for the standard library")
+
+
+def make_plan(cfg: TrainConfig) -> Plan:
+    """Check ``cfg`` and derive what it leaves open.
+
+    Raises:
+        UserError: for the first thing that cannot work, naming its key.
+    """
+    if cfg.placement.kind != "colocated":
+        raise UserError(f"placement.kind={cfg.placement.kind!r}: only colocated is available")
+    if cfg.trainer.devices != 1:
+        raise UserError(f"trainer.devices={cfg.trainer.devices}: placement.kind=colocated runs target and drafter on 1 device")
+    _positive("trainer", cfg.trainer, "max_steps", "accumulate_grad_batches", "log_every_n_steps", "val_every", "threads")
+    _positive("drafter", cfg.drafter, "layers", "anchors")
+    _positive("evaluation", cfg.evaluation, "prompts", "max_new_tokens")
+    if not cfg.evaluation.tree_budgets or min(cfg.evaluation.tree_budgets) < 1:
+        raise UserError("evaluation.tree_budgets: give at least one budget, each 1 or more")
+    if any(t < 0 for t in cfg.evaluation.temperatures):
+        raise UserError("evaluation.temperatures: must be 0 (greedy) or positive")
+    if cfg.optimizer.lr <= 0:
+        raise UserError(f"optimizer.lr={cfg.optimizer.lr:g}: must be positive")
+    if not 0 <= cfg.optimizer.warmup < 1:
+        raise UserError(f"optimizer.warmup={cfg.optimizer.warmup:g}: is a share of the steps, 0 <= share < 1")
+    if len(cfg.optimizer.betas) != 2 or not all(0 <= b < 1 for b in cfg.optimizer.betas):
+        raise UserError(f"optimizer.betas={list(cfg.optimizer.betas)}: give two numbers in 0..1")
+    if cfg.trainer.precision not in (None, *_PRECISIONS):
+        raise UserError(f"trainer.precision={cfg.trainer.precision!r}: choose {' or '.join(_PRECISIONS)} (the masters are fp32 in both)")
+    if cfg.target.dtype not in (None, *_DTYPES):
+        raise UserError(f"target.dtype={cfg.target.dtype!r}: choose {', '.join(_DTYPES)}")
+    for key, path in (("ckpt_path", cfg.ckpt_path), ("drafter.init_from", cfg.drafter.init_from)):
+        if path is not None and not Path(path).exists():
+            raise UserError(f"{key}={path!r}: no such file or folder")
+    objective = Objective(
+        weights=cfg.objective.weights,
+        gamma=cfg.objective.gamma,
+        alpha=cfg.objective.alpha,
+        chunk_slots=cfg.objective.chunk_slots,
+        use_reentrant=cfg.objective.use_reentrant,
+    )
+    device = _device(cfg.trainer.accelerator)
+    if cfg.drafter.block_size < 2:  # before derived values make it less plain
+        raise UserError(f"drafter.block_size={cfg.drafter.block_size}: a block needs the anchor and at least one mask slot; use 2 or more")
+
+    info = TargetInfo.load(cfg.target.path, trust_remote_code=cfg.target.trust_remote_code)
+    _check_data(cfg, info)
+    drafter = derive_drafter(cfg.drafter, info)
+    queries = cfg.drafter.anchors * cfg.drafter.block_size
+    refuse_large(cfg.data.rows_per_batch, drafter.num_attention_heads, queries, cfg.data.row_tokens, cfg.drafter.dense_limit_gib)
+    return Plan(
+        info=info,
+        drafter=drafter,
+        objective=objective,
+        device=device,
+        dtype=_DTYPES[cfg.target.dtype] if cfg.target.dtype else (torch.float32 if device.type == "cpu" else torch.bfloat16),
+        precision=cfg.trainer.precision or ("32-true" if device.type == "cpu" else "bf16-mixed"),
+        val_every=cfg.trainer.val_every or max(cfg.trainer.max_steps // 5, 1),
+    )
