@@ -85,13 +85,14 @@ def tiny_target(info: TargetInfo, *, seed: int = 0, eos: int = 10**6, **changes:
         "initializer_range": 0.4,
         "tie_word_embeddings": False,
         "pad_token_id": None,
-        "eos_token_id": eos,
+        "eos_token_id": None,
     }
     config = Qwen3Config(**{**sizes, **changes})
     config._attn_implementation = "sdpa"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = eos
     return FrozenTarget(TargetInfo("tiny", config, info.tokenizer), model)
 
 

@@ -123,29 +123,40 @@ def _read_config(folder: Path) -> DrafterConfig:
         raise UserError(f"{path}: layer_types has {sorted(other)[0]!r}; only full attention is supported")
     if raw.get("attention_bias"):
         raise UserError(f"{path}: attention_bias=true is not supported")
+
+    def read(name: str, kind: Any, where: dict[str, Any] = raw) -> Any:
+        if name not in where:
+            raise UserError(f"{path}: field {name!r} is missing")
+        if not isinstance(where[name], kind) or isinstance(where[name], bool):
+            raise UserError(f"{path}: field {name!r} cannot be {where[name]!r}")
+        return where[name]
+
+    number = (int, float)
+    layers = read("target_layer_ids", list, own)
+    if not all(type(layer) is int for layer in layers):
+        raise UserError(f"{path}: field 'target_layer_ids' cannot be {layers!r}")
+    rope = raw.get("rope_parameters")
+    if rope is None:  # as Transformers 4 and servers have it
+        rope = {"rope_type": "default", **(raw.get("rope_scaling") or {}), "rope_theta": read("rope_theta", number)}
+    else:
+        read("rope_theta", number, read("rope_parameters", dict))
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    whole = (*sizes, "vocab_size", "num_target_layers", "max_position_embeddings")
+    values: dict[str, Any] = {
+        **{name: read(name, int) for name in whole},
+        "block_size": read("block_size", int, own if "block_size" in own else raw),
+        "mask_token_id": read("mask_token_id", int, own),
+        "target_layer_ids": tuple(layers),
+        "rms_norm_eps": read("rms_norm_eps", number),
+        "causal": bool(own.get("causal", False)),
+        "rope_parameters": rope,
+        "initializer_range": raw.get("initializer_range", 0.02),
+        "target_fingerprint": own.get("target_fingerprint", ""),
+    }
     try:
-        rope = raw.get("rope_parameters") or {"rope_type": "default", **(raw.get("rope_scaling") or {}), "rope_theta": raw["rope_theta"]}
-        return DrafterConfig(
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=raw["num_attention_heads"],
-            num_key_value_heads=raw["num_key_value_heads"],
-            head_dim=raw["head_dim"],
-            vocab_size=raw["vocab_size"],
-            block_size=own.get("block_size", raw.get("block_size")),
-            mask_token_id=own["mask_token_id"],
-            target_layer_ids=tuple(own["target_layer_ids"]),
-            num_target_layers=raw["num_target_layers"],
-            rms_norm_eps=raw["rms_norm_eps"],
-            max_position_embeddings=raw["max_position_embeddings"],
-            causal=bool(own.get("causal", False)),
-            rope_parameters=rope,
-            initializer_range=raw.get("initializer_range", 0.02),
-            target_fingerprint=own.get("target_fingerprint", ""),
-        )
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: field {error} is missing or of the wrong type") from error
+        return DrafterConfig(**values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def load_drafter(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Drafter:
@@ -169,7 +180,8 @@ def load_drafter(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> D
         if name not in expected:
             raise UserError(f"{path}: tensor {name!r} does not belong to this drafter")
         if weights[name].shape != expected[name].shape:
-            raise UserError(f"{path}: tensor {name!r} has shape {list(weights[name].shape)}, its config says {list(expected[name].shape)}")
+            found, wanted = list(weights[name].shape), list(expected[name].shape)
+            raise UserError(f"{path}: tensor {name!r} has shape {found}, its config says {wanted}")
         if not bool(weights[name].isfinite().all()):
             raise UserError(f"{path}: tensor {name!r} has values that are not finite")
     drafter.load_state_dict(weights)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dflash_lit.objective.config import Objective
 from dflash_lit.objective.head import HeadResult, head_loss, tree_lengths
-from dflash_lit.objective.metrics import accepted_lengths
+from dflash_lit.objective.tree import accepted_in_tree, path_scores, tree_thresholds
 
 BLOCKS, SLOTS, HIDDEN, VOCAB = 7, 5, 8, 40
 OBJECTIVES = [Objective(weights="decay", gamma=3.0), Objective(weights="dpace", alpha=0.4)]
@@ -28,7 +28,9 @@ def reference(hidden: Tensor, head: Tensor, labels: Tensor, ok: Tensor, objectiv
 
 
 def gradient(result: HeadResult, hidden: Tensor) -> Tensor:
-    return torch.autograd.grad(result.numerator, hidden)[0]
+    result.numerator.backward()
+    assert hidden.grad is not None
+    return hidden.grad
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.weights)
@@ -64,7 +66,7 @@ def test_without_labels_the_loss_is_a_connected_zero(objective: Objective, reent
     hidden, head, labels, ok = case()
     hidden.requires_grad_()
     result = head_loss(hidden, head, labels, torch.zeros_like(ok), objective.weigh, chunk_slots=5, use_reentrant=reentrant)
-    assert float(result.numerator) == float(result.denominator) == 0
+    assert result.numerator.item() == result.denominator.item() == 0
     assert (gradient(result, hidden) == 0).all()
 
 
@@ -78,14 +80,15 @@ def test_extreme_logits_stay_finite(objective: Objective) -> None:
 
 
 @pytest.mark.parametrize("chunk_slots", [1, 11, 10_000])
-def test_the_chain_is_never_longer_than_the_tree(chunk_slots: int) -> None:
+def test_tree_lengths_do_not_depend_on_chunks(chunk_slots: int) -> None:
     hidden, head, labels, _ = case(seed=3)
-    labels[:4] = (hidden[:4] @ head.T).topk(2, dim=-1).indices[..., 0]
-    labels[1:4, 2] = (hidden[1:4] @ head.T).topk(2, dim=-1).indices[:, 2, 1]  # a second choice halfway
-    hit = (hidden @ head.T).argmax(-1) == labels
-    budgets = [SLOTS, 16, 64, 256]
-    trees = tree_lengths(hidden, head, labels, budgets, chunk_slots=chunk_slots)
-    # A tree of as many nodes as slots can hold the chain but need not; with all prefixes of it worth a place, it does.
-    assert (trees[:, 1:] >= trees[:, :-1]).all()
-    assert (trees[:, -1] >= accepted_lengths(hit)).all()
-    assert torch.equal(trees, tree_lengths(hidden, head, labels, budgets))
+    ranked = (hidden @ head.T).topk(2, dim=-1).indices
+    labels[:4] = ranked[:4, :, 0]
+    labels[1:4, 2] = ranked[1:4, 2, 1]  # a second choice halfway
+    budgets = [1, 16, 64, 256]
+    lengths = tree_lengths(hidden, head, labels, budgets, chunk_slots=chunk_slots)
+    log_probs = (hidden @ head.T).log_softmax(-1)
+    scores = path_scores(log_probs.gather(-1, labels[..., None])[..., 0])
+    assert torch.equal(lengths, accepted_in_tree(scores, tree_thresholds(log_probs.sort(descending=True).values, budgets)))
+    assert (lengths[:, 1:] >= lengths[:, :-1]).all()
+    assert (lengths[0] > 0).all()

@@ -24,11 +24,12 @@ def test_ratios_are_exact_over_any_split(pairs: list[tuple[int, int]], data: st.
 
 def test_nothing_counted_is_nan_and_a_scalar_denominator_serves_all() -> None:
     ratios = Ratios(2)
+    ratios.update(torch.tensor([0, 0]), torch.tensor(0))
     assert ratios.compute().isnan().all()
     ratios.update(torch.tensor([1, 2]), torch.tensor(4))
     assert ratios.compute().tolist() == [0.25, 0.5]
     ratios.reset()
-    assert ratios.compute().isnan().all()
+    assert ratios.numerators.tolist() == ratios.denominators.tolist() == [0, 0]
     assert not ratios.state_dict()
 
 

@@ -86,12 +86,14 @@ class RowOrder(DistributedSampler[int]):
         super().__init__(range(rows), num_replicas=replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         self.rows = rows
         self.rows_per_batch = rows_per_batch
+        self.ahead = 0  # how far the Trainer's count of epochs is ahead of the data's; see RowLoader
         whole, rest = divmod(rows, rows_per_batch * replicas)
         self.batches = whole if shuffle and whole else whole + (rest > 0)
 
     def __iter__(self) -> Iterator[int]:
         # Not torch's or Python's global generator: the order must not depend on what else has drawn from it.
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows) if self.shuffle else np.arange(self.rows)
+        rng = np.random.default_rng([self.seed, self.epoch - self.ahead])
+        order = rng.permutation(self.rows) if self.shuffle else np.arange(self.rows)
         dealt = np.full(self.batches * self.num_replicas * self.rows_per_batch, EMPTY_ROW)
         dealt[: min(len(order), len(dealt))] = order[: len(dealt)]
         return iter(dealt.reshape(self.batches, self.num_replicas, self.rows_per_batch)[:, self.rank].reshape(-1).tolist())
@@ -108,27 +110,38 @@ class RowLoader(DataLoader[dict[str, Tensor]]):
     the fit loop adds the batches of before to its count. A wrapper that reads ahead must store the number of batches it has
     passed on itself: ``{**loader.state_dict(), "batches": passed_on}``.
 
+    Lightning tells the sampler which epoch comes. After resuming a run limited by steps from a checkpoint of an epoch's end,
+    it counts that epoch twice there (not in ``trainer.current_epoch``). So the state holds both counts, and the difference is
+    taken off from then on: the next epoch is the one after the saved one, whatever the Trainer calls it.
+
     Batches are cut from memory here, in the loader's own process: workers would only add copies.
     """
 
     def __init__(self, dataset: RowDataset, batch_size: int, sampler: RowOrder, **kwargs: Any) -> None:
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, **kwargs)
-        self._epoch = 0  # the position: an epoch, and the batches handed out in it
+        # The last known position: the epoch as the Trainer counts it, and the batches handed out in it.
+        self._trainer_epoch = 0
         self._batches = 0
         self._resumed = False
 
-    @property
-    def _current_epoch(self) -> int:
-        # Lightning replaces the sampler by one without epochs for `overfit_batches`.
-        return int(getattr(self.sampler, "epoch", 0))
+    def _position(self) -> tuple[int, int, int]:
+        """Where the next iteration begins, or this one is: the Trainer's epoch, how far that is ahead, batches handed out."""
+        # For `overfit_batches`, Lightning replaces the sampler by one that knows no epochs.
+        epoch, ahead = int(getattr(self.sampler, "epoch", 0)), int(getattr(self.sampler, "ahead", 0))
+        if epoch == self._trainer_epoch:
+            return epoch, ahead, self._batches
+        if self._resumed and epoch > self._trainer_epoch:
+            ahead += epoch - self._trainer_epoch - 1
+        return epoch, ahead, 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
         # A generator, so nothing is decided before the first batch is asked for: Lightning makes the first epoch's iterator
         # before it sets the epoch, and makes some that it never uses.
-        continues = self._resumed and self._epoch == self._current_epoch
+        self._trainer_epoch, ahead, batches = self._position()
+        self._batches = batches if self._resumed else 0
         self._resumed = False
-        self._epoch = self._current_epoch
-        self._batches = self._batches if continues else 0
+        if isinstance(self.sampler, RowOrder):
+            self.sampler.ahead = ahead
         assert isinstance(self.dataset, RowDataset)
         assert self.batch_size is not None
         assert self.batch_sampler is not None
@@ -137,14 +150,15 @@ class RowLoader(DataLoader[dict[str, Tensor]]):
             yield self.dataset.batch(indices, self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Say how far this epoch has been read, in batches, and in which order."""
-        epoch = self._current_epoch
-        return {"epoch": epoch, "batches": self._batches if self._epoch == epoch else 0, "order": self._order()}
+        """Say which epoch this is (by the data's and the Trainer's count), how many batches it has given, in which order."""
+        trainer_epoch, ahead, batches = self._position()
+        return {"epoch": trainer_epoch - ahead, "trainer_epoch": trainer_epoch, "batches": batches, "order": self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration continue after the batches that ``state`` counts.
 
-        If the Trainer goes on with a later epoch, because that of ``state`` was complete, it is read from its beginning.
+        If the Trainer goes on with a later epoch, because that of ``state`` was complete, the next one is read from its
+        beginning.
 
         Raises:
             UserError: if ``state`` was saved inside an epoch of other rows, another seed or other batches.
@@ -156,11 +170,12 @@ class RowLoader(DataLoader[dict[str, Tensor]]):
                 f"the checkpoint was saved inside an epoch whose batches cannot be made again ({changed}); resume with the "
                 f"same data, seed, rows per batch and number of drafter ranks, or from a checkpoint at an epoch's end"
             )
-        self._epoch = int(state["epoch"])
+        self._trainer_epoch = int(state["trainer_epoch"])
         self._batches = int(state["batches"])
         self._resumed = True
         if isinstance(self.sampler, RowOrder):
-            self.sampler.set_epoch(self._epoch)
+            self.sampler.set_epoch(self._trainer_epoch)
+            self.sampler.ahead = self._trainer_epoch - int(state["epoch"])
 
     def _order(self) -> dict[str, int]:
         """What decides the batches of an epoch, apart from the rows' content."""

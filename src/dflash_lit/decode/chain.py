@@ -74,7 +74,8 @@ class _TargetState:
 
     def __init__(self, target: FrozenTarget, layer_ids: tuple[int, ...]) -> None:
         self.target, self.layer_ids = target, layer_ids
-        self.cache = DynamicCache(config=target.model.config)
+        # Without a config: caches of sliding layers forget tokens that come back when drafts are dropped. Their masks do slide.
+        self.cache = DynamicCache()
         # Transformers renames the argument between 5.17 and 5.40.
         self.cache_name = "cache" if "cache" in inspect.signature(target.model.forward).parameters else "past_key_values"
         self.length = 0

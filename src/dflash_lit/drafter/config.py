@@ -68,13 +68,18 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
+        heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", *heads):
+            if getattr(self, name) < 1:
+                raise UserError(f"drafter.{name}={getattr(self, name)}: must be positive")
         if self.block_size < 2:
             raise UserError(
                 f"drafter.block_size={self.block_size}: a block needs the anchor and at least one mask slot; use 2 or more"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
-                f"drafter.mask_token_id={self.mask_token_id} is outside the vocabulary 0..{self.vocab_size - 1}; choose a reserved id inside it"
+                f"drafter.mask_token_id={self.mask_token_id} is outside the vocabulary 0..{self.vocab_size - 1}; "
+                "choose a reserved id inside it"
             )
         for layer in self.target_layer_ids:
             if not 0 <= layer < self.num_target_layers - 1:
@@ -89,9 +94,6 @@ class DrafterConfig:
                 f"drafter.num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"drafter.num_key_value_heads={self.num_key_value_heads}"
             )
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"drafter.{name}={getattr(self, name)}: must be positive")
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim={self.head_dim}: rotary embedding needs an even number")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -101,7 +102,8 @@ class TargetInfo:
         if len(self.tokenizer) < self.text.vocab_size:
             return len(self.tokenizer)
         raise UserError(
-            "drafter.mask_token_id: the tokenizer has no mask token and fills the whole vocabulary; name a reserved id that is never text"
+            "drafter.mask_token_id: the tokenizer has no mask token and fills the whole vocabulary; "
+            "name a reserved id that is never text"
         )
 
 
@@ -168,18 +170,31 @@ class FrozenTarget:
 
         Args:
             dtype: default: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is slow.
-            attention: Hugging Face attention implementation.
+            attention: Hugging Face attention implementation, one that takes a dense mask: "sdpa" or "eager".
+
+        Raises:
+            UserError: if the weights cannot be read or some are missing.
         """
+        if attention not in ("sdpa", "eager"):
+            raise UserError(f"target.attention={attention!r}: cannot keep packed documents apart; choose sdpa or eager")
         device = torch.device(device)
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                resolve_path(info.path), dtype=dtype, attn_implementation=attention, trust_remote_code=info.trust_remote_code
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                resolve_path(info.path),
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=info.trust_remote_code,
+                output_loading_info=True,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(
                 f"target.path={info.path!r}: its weights could not be read ({str(error).splitlines()[0]})"
             ) from error
+        model, loading = loaded
+        if missing := sorted(loading["missing_keys"]):
+            # Transformers makes them up and only warns.
+            raise UserError(f"target.path={info.path!r}: its weights lack tensor {missing[0]!r}; fetch the model again")
         return cls(info, model.to(device), dense_limit_gib=dense_limit_gib)
 
     @property
@@ -253,14 +268,15 @@ class FrozenTarget:
         scores = rows * heads * tokens * tokens * 4
         if scores > self.dense_limit_gib * 2**30:
             raise UserError(
-                f"the target's dense attention over {rows} rows of {tokens} tokens may take {scores / 2**30:.1f} GiB a layer, over "
-                f"target.dense_limit_gib={self.dense_limit_gib:g}: lower data.row_tokens or data.rows_per_batch, or raise the limit"
+                f"the target's dense attention over {rows} rows of {tokens} tokens may take {scores / 2**30:.1f} GiB a layer, "
+                f"over target.dense_limit_gib={self.dense_limit_gib:g}: lower data.row_tokens or data.rows_per_batch, "
+                "or raise the limit"
             )
         ids, documents, positions = (x.to(self.device) for x in (input_ids, document_ids, position_ids))
-        mask: Any = document_mask(documents)
+        mask: Any = self._mask(documents)
         kinds = set(getattr(self.info.text, "layer_types", None) or ["full_attention"])
         if "sliding_attention" in kinds:
-            mask = {"full_attention": mask, "sliding_attention": document_mask(documents, int(self.info.text.sliding_window))}
+            mask = {"full_attention": mask, "sliding_attention": self._mask(documents, int(self.info.text.sliding_window))}
         with self.capture(layer_ids, stop=True) as found:
             try:
                 self.model(input_ids=ids, attention_mask=mask, position_ids=positions.long(), use_cache=False)
@@ -269,6 +285,13 @@ class FrozenTarget:
             else:
                 raise RuntimeError("the target's forward pass did not go through its feature layers")
         return torch.cat([found[i] for i in layer_ids], dim=-1)
+
+    def _mask(self, documents: Tensor, window: int | None = None) -> Tensor:
+        visible = document_mask(documents, window)
+        if self.model.config._attn_implementation != "eager":
+            return visible
+        # Eager attention adds the mask to the scores: a bool one would be added as 0 and 1.
+        return torch.where(visible, 0.0, torch.finfo(self.dtype).min).to(self.dtype)
 
     def _digest(self) -> str:
         described = self.info.config.to_dict()

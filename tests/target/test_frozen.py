@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_lit.errors import UserError
+from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo, document_mask, resolve_path
+from tests.helpers import Batch, tiny_target, token_batch
+
+LAYERS = (1, 3, 4)
+
+
+def features(target: FrozenTarget, batch: Batch, layers: tuple[int, ...] = LAYERS) -> Tensor:
+    return target.features(batch["input_ids"], batch["document_ids"], batch["position_ids"], layers)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the embedded target."""
+    return shutil.copytree(resolve_path(EMBEDDED), tmp_path_factory.mktemp("target") / "copy")
+
+
+def rewrite(folder: Path, place: Path, **config: object) -> Path:
+    """The same with other settings."""
+    made = shutil.copytree(folder, place / "changed")
+    old = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**old, **config}))
+    return made
+
+
+def test_feature_i_is_hidden_state_i_plus_one(embedded: FrozenTarget) -> None:
+    batch = token_batch([[(40, 0)], [(40, 0)]], 40)
+    with torch.no_grad():
+        states = embedded.model(batch["input_ids"], output_hidden_states=True).hidden_states
+    expected = torch.cat([states[i + 1] for i in LAYERS], dim=-1)
+    torch.testing.assert_close(features(embedded, batch), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_layers_come_in_the_order_asked_for(embedded: FrozenTarget) -> None:
+    batch = token_batch([[(16, 0)]], 16)
+    first, second = features(embedded, batch, (1, 3)).chunk(2, dim=-1)
+    assert torch.equal(features(embedded, batch, (3, 1)), torch.cat([second, first], dim=-1))
+
+
+def test_the_pass_stops_after_the_last_feature_layer(embedded: FrozenTarget) -> None:
+    seen: list[int] = []
+    layers = embedded.model.model.layers
+    hooks = [layer.register_forward_hook(lambda *_, i=i: seen.append(i)) for i, layer in enumerate(layers)]
+    hooks.append(embedded.model.lm_head.register_forward_hook(lambda *_: seen.append(-1)))
+    before = [len(layer._forward_hooks) for layer in layers]
+    try:
+        features(embedded, token_batch([[(16, 0)]], 16), (0, 2))
+    finally:
+        after = [len(layer._forward_hooks) for layer in layers]
+        for hook in hooks:
+            hook.remove()
+    assert seen == [0, 1, 2]
+    assert after == before
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 8])
+def test_packed_documents_do_not_see_each_other(embedded: FrozenTarget, attention: str, window: int | None) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
+    target = tiny_target(embedded.info, vocab_size=64, num_hidden_layers=4, **sliding)
+    if window:
+        assert target.info.text.layer_types == ["full_attention"] + ["sliding_attention"] * 3
+    target.model.set_attn_implementation(attention)
+    packed = token_batch([[(20, 0), (30, 0), (3, 0)], [(50, 10)]], 64, vocab=60)
+    together = features(target, packed, (0, 1, 2))
+    assert together.isfinite().all()
+    for row, start, stop in ((0, 0, 20), (0, 20, 50), (0, 50, 53), (1, 0, 50)):
+        with torch.no_grad():
+            alone = target.model(packed["input_ids"][row : row + 1, start:stop], output_hidden_states=True).hidden_states
+        expected = torch.cat([alone[i + 1] for i in (0, 1, 2)], dim=-1)
+        torch.testing.assert_close(together[row, start:stop], expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_document_mask(window: int | None) -> None:
+    documents = [0, 0, 0, 0, 1, 1, -1, -1]
+    mask = document_mask(torch.tensor([documents]), window)
+    expected = [
+        [j <= i and documents[i] == documents[j] and (window is None or i - j < window) for j in range(8)] for i in range(8)
+    ]
+    assert mask.shape == (1, 1, 8, 8)
+    assert mask[0, 0].tolist() == expected
+
+
+def test_an_attention_that_cannot_take_the_mask_is_refused(embedded: FrozenTarget) -> None:
+    with pytest.raises(UserError, match=r"target\.attention='flash_attention_2'"):
+        FrozenTarget.load(embedded.info, attention="flash_attention_2")
+
+
+def test_ends_are_the_tied_weights(embedded: FrozenTarget) -> None:
+    ends = embedded.ends()
+    assert ends.embed is ends.head
+    assert ends.embed.shape == (1024, 256)
+    assert not ends.embed.requires_grad
+    untied = tiny_target(embedded.info).ends()
+    assert untied.embed is not untied.head
+
+
+def test_info(embedded: FrozenTarget) -> None:
+    info = embedded.info
+    assert info.layers == 6
+    assert info.default_mask_token() == info.tokenizer.convert_tokens_to_ids("<|mask|>") == 2
+    assert info.default_mask_token() not in info.reserved_ids.values()
+    assert embedded.eos_ids == (info.reserved_ids["eos"],)
+    assert info.pad_id == info.reserved_ids["pad"]
+
+
+def test_mask_token_without_one_in_the_tokenizer(embedded: FrozenTarget) -> None:
+    tokenizer = copy.deepcopy(embedded.tokenizer)
+    tokenizer.mask_token = None
+    config = copy.deepcopy(embedded.info.config)
+    with pytest.raises(UserError, match=r"drafter\.mask_token_id"):
+        TargetInfo("x", config, tokenizer).default_mask_token()
+    config.vocab_size = len(tokenizer) + 8
+    assert TargetInfo("x", config, tokenizer).default_mask_token() == len(tokenizer)
+
+
+def test_no_target_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"target\.path='.*nowhere'"):
+        TargetInfo.load(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"target\.path="):
+        TargetInfo.load(str(tmp_path))
+
+
+def test_no_weights_there(folder: Path, tmp_path: Path) -> None:
+    made = rewrite(folder, tmp_path)
+    (made / "model.safetensors").write_bytes((made / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"target\.path=.*weights could not be read"):
+        FrozenTarget.load(TargetInfo.load(str(made)))
+    (made / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"target\.path=.*weights could not be read"):
+        FrozenTarget.load(TargetInfo.load(str(made)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 5 + ["chunked_attention"]}, "chunked_attention"),
+        ({"logit_scale": 0.5}, "logit_scale"),
+    ],
+)
+def test_unsupported_targets(folder: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TargetInfo.load(str(rewrite(folder, tmp_path, **change)))
+
+
+def test_a_missing_tensor_is_not_made_up(folder: Path, tmp_path: Path) -> None:
+    made = rewrite(folder, tmp_path)
+    weights = load_file(made / "model.safetensors")
+    del weights["model.layers.4.mlp.up_proj.weight"]
+    save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.layers\.4\.mlp\.up_proj\.weight"):
+        FrozenTarget.load(TargetInfo.load(str(made)))
+
+
+def test_fingerprint_names_the_weights(folder: Path, embedded: FrozenTarget) -> None:
+    info = TargetInfo.load(str(folder))
+    assert FrozenTarget.load(info, dtype=torch.float32).fingerprint == embedded.fingerprint
+    other = FrozenTarget.load(info, dtype=torch.bfloat16)
+    assert other.fingerprint == embedded.fingerprint
+    with torch.no_grad():
+        other.model.model.layers[3].mlp.up_proj.weight[0, 0] += 1
+    assert FrozenTarget(info, other.model).fingerprint != embedded.fingerprint
+    assert tiny_target(info, seed=0).fingerprint == tiny_target(info, seed=0).fingerprint
+    assert tiny_target(info, seed=0).fingerprint != tiny_target(info, seed=1).fingerprint
+
+
+def test_large_rows_are_refused_before_the_pass(embedded: FrozenTarget) -> None:
+    limited = FrozenTarget(embedded.info, embedded.model, dense_limit_gib=2 * 4 * 64 * 64 * 4 / 2**30)
+    features(limited, token_batch([[(64, 0)]] * 2, 64))
+    with pytest.raises(UserError, match=r"3 rows of 64 tokens .* target.dense_limit_gib="):
+        features(limited, token_batch([[(64, 0)]] * 3, 64))
+    # 128 GiB of scores: only possible to refuse.
+    huge = torch.zeros(1, 1, dtype=torch.long).expand(8, 32768)
+    with pytest.raises(UserError, match=r"128\.0 GiB a layer"):
+        embedded.features(huge, huge, huge, LAYERS)
+
+
+def test_nothing_learns(embedded: FrozenTarget) -> None:
+    assert not embedded.model.training
+    assert not any(parameter.requires_grad for parameter in embedded.model.parameters())
+    assert not features(embedded, token_batch([[(16, 0)]], 16)).requires_grad

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from dflash_lit.data.datamodule import RowDataModule
+from dflash_lit.data.packing import PackedRows
+from dflash_lit.errors import UserError
+from dflash_lit.export import drafter_from_checkpoint
+from dflash_lit.module import DrafterModule
+from dflash_lit.placement.strategy import ColocatedStrategy
+from dflash_lit.target.frozen import FrozenTarget
+from tests.helpers import embedded_config, packed_rows
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics"),
+]
+
+# Rows with very different numbers of labels, one with none at all.
+UNEVEN: list[list[tuple[int, int]]] = [
+    [(128, 0)],
+    [(60, 58), (20, 18)],
+    [(50, 10), (70, 60)],
+    [(30, 30)],
+    [(128, 100)],
+    [(9, 2), (9, 2), (100, 50)],
+    [(64, 0), (64, 60)],
+    [(128, 120)],
+]
+
+
+class Watch(L.Callback):
+    """The gradients of every optimizer step, and the loss it logged."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor] = []
+        self.losses: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.steps = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step > self.steps:
+            self.steps += 1
+            self.gradients.append(torch.cat([p.grad.flatten().clone() for p in module.drafter.parameters()]))
+            self.losses.append(float(trainer.callback_metrics["train/loss"]))
+
+
+def build(
+    target: FrozenTarget, *, drafter: dict[str, Any] | None = None, weights: str = "dpace", **changes: Any
+) -> DrafterModule:
+    torch.manual_seed(0)
+    config = embedded_config(**{"target_fingerprint": target.fingerprint, **(drafter or {})})
+    settings: dict[str, Any] = {"anchors": 8, "seed": 3, "lr": 1e-2, "tree_budgets": [4, 16]}
+    return DrafterModule(config.to_dict(), target.ends(), {"weights": weights}, **{**settings, **changes})
+
+
+def rows_of(pieces: Sequence[Sequence[tuple[int, int]]], rows_per_batch: int, val: PackedRows | None = None) -> RowDataModule:
+    train = packed_rows(pieces)
+    return RowDataModule(train, val if val is not None else packed_rows(UNEVEN[:3], seed=1), rows_per_batch, seed=1)
+
+
+def trainer(target: FrozenTarget, folder: Path, **settings: Any) -> L.Trainer:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "max_epochs": -1,
+        "default_root_dir": folder,
+        "log_every_n_steps": 1,
+    }
+    return L.Trainer(**{**quiet, "strategy": ColocatedStrategy(target, embedded_config().target_layer_ids), **settings})
+
+
+def weights_of(module: DrafterModule) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.drafter.parameters()])
+
+
+# -- one denominator
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_the_gradient_is_the_same_for_any_accumulation(embedded: FrozenTarget, tmp_path: Path, weights: str) -> None:
+    results = []
+    for rows_per_batch, accumulate in ((4, 1), (2, 2), (1, 4)):
+        watch, module = Watch(), build(embedded, weights=weights, lr=1e-4)
+        fitter = trainer(embedded, tmp_path, max_steps=2, accumulate_grad_batches=accumulate, callbacks=[watch])
+        fitter.fit(module, rows_of(UNEVEN, rows_per_batch))
+        assert len(watch.gradients) == 2
+        results.append((watch, weights_of(module)))
+    (one, end), *others = results
+    assert one.losses[0] != one.losses[1]
+    for watch, weight in others:
+        for mine, whole in zip(watch.gradients, one.gradients, strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-3, atol=1e-5 * float(whole.abs().max()))
+        assert watch.losses == pytest.approx(one.losses, rel=1e-5)
+        torch.testing.assert_close(weight, end, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_the_gradient_is_that_of_the_mean(embedded: FrozenTarget, tmp_path: Path, weights: str) -> None:
+    """The trainer's gradient against plain autograd on sum / sum over all rows of the step."""
+    watch, module, rows = Watch(), build(embedded, weights=weights), packed_rows(UNEVEN)
+    data = rows_of(UNEVEN, 2)
+    trainer(embedded, tmp_path, max_steps=1, accumulate_grad_batches=4, callbacks=[watch]).fit(module, data)
+    again = build(embedded, weights=weights)
+    strategy = ColocatedStrategy(embedded, module.config.target_layer_ids)
+    batch = {
+        **{name: torch.from_numpy(getattr(rows, name)) for name in ("document_ids", "position_ids", "supervised")},
+        "input_ids": torch.from_numpy(rows.input_ids).long(),
+        "row_ids": torch.arange(len(rows)),
+    }
+    batch["features"] = strategy.features(batch)
+    blocks = again.blocks(batch, epoch=0)
+    result = again._loss(again(batch, blocks), blocks)
+    (result.numerator / result.denominator).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in again.drafter.parameters()])
+    torch.testing.assert_close(watch.gradients[0], expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    assert watch.losses[0] == pytest.approx(float((result.numerator / result.denominator).detach()), rel=1e-5)
+
+
+def test_it_learns(embedded: FrozenTarget, tmp_path: Path) -> None:
+    watch = Watch()
+    fitter = trainer(embedded, tmp_path, max_steps=12, callbacks=[watch], gradient_clip_val=1.0)
+    fitter.fit(build(embedded, lr=3e-3), rows_of(UNEVEN[:2], 2))
+    assert watch.losses[-1] < watch.losses[0] - 0.3
+
+
+# -- rows without labels
+
+
+def test_rows_without_any_anchor_train_on(embedded: FrozenTarget, tmp_path: Path) -> None:
+    watch, module = Watch(), build(embedded, drafter={"causal": True})
+    start = weights_of(module)
+    empty = [[(40, 40)], []]
+    fitter = trainer(embedded, tmp_path, max_steps=2, callbacks=[watch], gradient_clip_val=1.0, limit_val_batches=1)
+    fitter.fit(module, rows_of(empty, 2, val=packed_rows(empty)))
+    assert watch.losses == [0, 0]
+    assert all((gradient == 0).all() for gradient in watch.gradients)
+    assert torch.equal(weights_of(module), start)
+
+
+def test_padding_rows_change_nothing(embedded: FrozenTarget, tmp_path: Path) -> None:
+    results = []
+    for pieces in (UNEVEN[:2], [*UNEVEN[:2], [], [(40, 40)]]):
+        watch = Watch()
+        data = RowDataModule(packed_rows(pieces), packed_rows(UNEVEN[:1]), len(pieces), seed=1)
+        trainer(embedded, tmp_path, max_steps=1, callbacks=[watch]).fit(build(embedded), data)
+        results.append(watch)
+    few, many = results
+    assert few.losses == pytest.approx(many.losses, rel=1e-5)
+    torch.testing.assert_close(many.gradients[0], few.gradients[0], rtol=1e-3, atol=1e-5 * float(few.gradients[0].abs().max()))
+
+
+# -- validation
+
+
+def test_validation_metrics(embedded: FrozenTarget, tmp_path: Path) -> None:
+    found = []
+    for rows_per_batch in (1, 3):
+        fitter = trainer(embedded, tmp_path, limit_val_batches=None)
+        fitter.validate(build(embedded), rows_of(UNEVEN, rows_per_batch, packed_rows(UNEVEN)), verbose=False)
+        found.append({name: float(value) for name, value in fitter.callback_metrics.items()})
+    slots = [f"val/{name}_slot_{slot}" for name in ("accuracy", "acceptance") for slot in (1, 2, 3)]
+    assert set(found[0]) == {"val/loss", "val/chain_eal", "val/tree_eal@4", "val/tree_eal@16", *slots}
+    assert found[0] == pytest.approx(found[1], rel=1e-5)  # the last batch of three is filled up with an empty row
+    metrics = found[0]
+    assert math.isfinite(metrics["val/loss"])
+    assert 1 <= metrics["val/chain_eal"] <= 4
+    assert metrics["val/chain_eal"] == pytest.approx(1 + sum(metrics[name] for name in slots[3:]))
+    assert metrics["val/tree_eal@4"] <= metrics["val/tree_eal@16"]
+    assert metrics["val/acceptance_slot_1"] == metrics["val/accuracy_slot_1"]
+
+
+# -- checkpoints and resuming
+
+
+def run(target: FrozenTarget, folder: Path, **settings: Any) -> tuple[DrafterModule, Watch, dict[str, Any]]:
+    """Up to six steps of two batches each; an epoch has eight batches, so steps 3 and 6 end within one."""
+    watch, module = Watch(), build(target, drafter=settings.pop("drafter", None))
+    keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    fit = {"ckpt_path": settings.pop("ckpt_path", None)}
+    fitter = trainer(target, folder, enable_checkpointing=True, callbacks=[watch, keep], accumulate_grad_batches=2, **settings)
+    fitter.fit(module, rows_of(UNEVEN * 2, 2), **fit, weights_only=True)
+    return module, watch, fitter.optimizers[0].state_dict()
+
+
+@pytest.fixture(scope="module")
+def whole(embedded: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run of six steps without a break, and its folder with checkpoints after 3 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(embedded, folder, max_steps=6)
+
+
+def test_resuming_is_exact(embedded: FrozenTarget, tmp_path: Path, whole: tuple[Path, Any]) -> None:
+    folder, (module, watch, optimizer) = whole
+    resumed, rest, state = run(embedded, tmp_path, max_steps=6, ckpt_path=str(folder / "step=3.ckpt"))
+    assert len(watch.losses) == 6
+    assert rest.losses == watch.losses[3:]
+    assert torch.equal(weights_of(resumed), weights_of(module))
+    for mine, theirs in zip(state["state"].values(), optimizer["state"].values(), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_holds_the_drafter_alone(whole: tuple[Path, Any]) -> None:
+    folder, (module, *_) = whole
+    saved = torch.load(folder / "step=6.ckpt", weights_only=True)
+    assert set(saved["state_dict"]) == {f"drafter.{name}" for name in module.drafter.state_dict()}
+    assert all(value.dtype == torch.float32 for value in saved["state_dict"].values())
+    assert saved["hyper_parameters"]["drafter"] == module.config.to_dict()
+    # Weights and two moments, and some bytes of names: no room for the target's 20 MB.
+    expected = 3 * sum(parameter.numel() * 4 for parameter in module.drafter.parameters())
+    assert (folder / "step=6.ckpt").stat().st_size < expected + 200_000
+    loaded = drafter_from_checkpoint(folder / "step=6.ckpt")
+    assert loaded.config == module.config
+    assert all(torch.equal(value, module.drafter.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mask_token_id": 5}, ["drafter.mask_token_id=2", "5"]),
+        ({"block_size": 5}, ["drafter.block_size=4", "5"]),
+        ({"target_layer_ids": (1, 2, 4)}, ["drafter.target_layer_ids=[1, 2, 3]", "[1, 2, 4]"]),
+        ({"target_fingerprint": "another"}, ["drafter.target_fingerprint=", "another"]),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_another_drafter_is_not_resumed(
+    embedded: FrozenTarget, tmp_path: Path, whole: tuple[Path, Any], change: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        run(embedded, tmp_path, max_steps=6, ckpt_path=str(whole[0] / "step=3.ckpt"), drafter=change)
+    assert all(word in str(caught.value) for word in words)
+
+
+# -- limits
+
+
+def test_large_attention_is_refused(embedded: FrozenTarget, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"drafter\.dense_limit_gib"):
+        trainer(embedded, tmp_path, max_steps=1).fit(build(embedded, dense_limit_gib=1e-4), rows_of(UNEVEN, 4))
