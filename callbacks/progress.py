@@ -18,11 +18,12 @@ class Progress(ProgressBar):
 
     Args:
         lines: without a terminal, about so many plain lines over the run.
+        refresh: in a terminal, steps between updates of the figures beside the bar.
     """
 
-    def __init__(self, lines: int = 10) -> None:
+    def __init__(self, lines: int = 10, refresh: int = 10) -> None:
         super().__init__()
-        self.lines = lines
+        self.lines, self.refresh = lines, refresh
         self.bar: Any = None
         self.tokens = 0
         self.enabled = True
@@ -41,7 +42,9 @@ class Progress(ProgressBar):
         if self.enabled and sys.stderr.isatty():
             self.bar = tqdm(total=self.total, initial=self.step, desc="train", unit="step", dynamic_ncols=True, mininterval=0.5)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.tokens += batch["input_ids"].numel()
         moved = trainer.global_step - self.step
         if not self.enabled or not moved:
@@ -50,8 +53,8 @@ class Progress(ProgressBar):
         every = max(self.total // self.lines, 1)
         if self.bar is not None:
             self.bar.update(moved)
-            # Reading a metric waits for the device: only as often as metrics are logged anyway.
-            if self.step % trainer.log_every_n_steps == 0:
+            # Reading a metric waits for the device, so not every step.
+            if self.step % self.refresh == 0:
                 self.bar.set_postfix_str(self._facts(trainer), refresh=False)
         elif self.step % every == 0 or self.step == self.total:
             elapsed = time.monotonic() - self.started

@@ -23,14 +23,18 @@ def one_line(error: BaseException) -> str:
         # OmegaConf appends lines that name its own classes; the first says what is wrong.
         for line in str(current).splitlines():
             text = line.strip()
-            if text and not text.startswith(("full_key:", "object_type=", "reference_type=", "To append to your config")) and text not in parts:
+            if (
+                text
+                and not text.startswith(("full_key:", "object_type=", "reference_type=", "To append to your config"))
+                and text not in parts
+            ):
                 parts.append(text)
         current = current.__cause__
     return "; ".join(parts[:3]) or type(error).__name__
 
 
 def run_command(command: Callable[[], Any]) -> int:
-    """Run ``command``; 0 if it returns, 2 with one line on stderr for wrong input, 130 if interrupted.
+    """Run ``command``; its own exit code if it returns one, else 0; 2 with one line on stderr for wrong input, 130 if interrupted.
 
     Other exceptions are defects or accidents and keep their traceback.
     """
@@ -38,7 +42,7 @@ def run_command(command: Callable[[], Any]) -> int:
     # Hydra would print its own several lines and exit; with this it raises instead.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        command()
+        result = command()
     except (UserError, HydraException, OmegaConfBaseException) as error:
         if chosen == "1":
             raise
@@ -50,4 +54,4 @@ def run_command(command: Callable[[], Any]) -> int:
     finally:
         if chosen is None:
             os.environ.pop("HYDRA_FULL_ERROR", None)
-    return 0
+    return result if isinstance(result, int) else 0

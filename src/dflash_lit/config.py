@@ -15,7 +15,7 @@ from omegaconf import MISSING
 __all__ = ["TrainConfig", "register"]
 
 # OmegaConf reads these annotations at run time and wants Optional[...] rather than "| None" in older versions.
-# ruff: noqa: UP007, UP045
+# ruff: noqa: UP045
 
 
 @dataclass
@@ -41,6 +41,7 @@ class DrafterSection:
     head_dim: Optional[int] = None  # the target's
     causal: bool = False  # slots see only slots up to their own
     rope_parameters: Optional[dict[str, Any]] = None  # the target's
+    initializer_range: Optional[float] = None  # the target's, at least 1/sqrt(hidden size)
     init_from: Optional[str] = None  # folder of an exported drafter to start from
     dense_limit_gib: float = 4.0  # refuse dense attention beyond this
 
@@ -56,6 +57,7 @@ class ObjectiveSection:
 
 @dataclass
 class OptimizerSection:
+    kind: str = "adamw"  # adamw | muon (matrices; AdamW for the rest)
     lr: float = 6e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
@@ -73,7 +75,7 @@ class DataSection:
     temperature: float = 0.7  # of the target's responses
     responses_per_batch: int = 128  # prompts generated for at a time
     row_tokens: int = 512
-    rows_per_batch: int = 4
+    rows_per_batch: int = 2
     validate_on_train: bool = False  # for debug=overfit
     cache_dir: Optional[str] = None  # XDG_CACHE_HOME/dflash_lit
 
@@ -85,7 +87,7 @@ class PlacementSection:
 
 @dataclass
 class TrainerSection:
-    max_steps: int = 300
+    max_steps: int = 600
     accelerator: str = "auto"  # auto | cpu | gpu
     devices: int = 1
     precision: Optional[str] = None  # 32-true on a CPU, else bf16-mixed (fp32 masters either way)

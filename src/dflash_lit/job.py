@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
@@ -66,7 +65,9 @@ OmegaConf.register_new_resolver("wandb_offline", wandb_offline, replace=True)
 def load_target(plan: Plan, cfg: TrainConfig) -> FrozenTarget:
     """Read the target's weights onto the plan's device."""
     limit = cfg.target.dense_limit_gib
-    return FrozenTarget.load(plan.info, device=plan.device, dtype=plan.dtype, attention=cfg.target.attention, dense_limit_gib=limit)
+    return FrozenTarget.load(
+        plan.info, device=plan.device, dtype=plan.dtype, attention=cfg.target.attention, dense_limit_gib=limit
+    )
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,7 @@ class Job:
             plan.objective.to_dict(),
             anchors=cfg.drafter.anchors,
             seed=cfg.seed,
+            optimizer=cfg.optimizer.kind,
             lr=cfg.optimizer.lr,
             betas=list(cfg.optimizer.betas),
             weight_decay=cfg.optimizer.weight_decay,
@@ -255,7 +257,12 @@ class Job:
         summary: dict[str, Any] = {}
         for temperature in settings.temperatures:
             got = measure(
-                target, drafter, data.eval_prompts, max_new_tokens=settings.max_new_tokens, temperature=temperature, seed=self.cfg.seed
+                target,
+                drafter,
+                data.eval_prompts,
+                max_new_tokens=settings.max_new_tokens,
+                temperature=temperature,
+                seed=self.cfg.seed,
             )
             tau = "tau_greedy" if temperature == 0 else f"tau_t{temperature:g}"
             tag = "" if temperature == 0 else f"_t{temperature:g}"
@@ -271,7 +278,8 @@ class Job:
                 summary["lossless_prompts"] = f"{got.identical}/{got.prompts}"
                 samples = round_samples(target, data.eval_prompts, got.drafted, 3)
                 summary["samples"] = [
-                    {"prompt": s.prompt, "rounds": [{"text_accepted": a, "text_bonus": b} for a, b in s.rounds]} for s in samples
+                    {"prompt": s.prompt, "rounds": [{"text_accepted": a, "text_bonus": b} for a, b in s.rounds]}
+                    for s in samples
                 ]
         summary |= {
             "tau_untrained": self._untrained(target, data),
@@ -286,7 +294,10 @@ class Job:
             "responses": len(data.responses.documents),
             "responses_repetitive": data.responses.repetitive,
             "responses_from_cache": data.responses.from_cache,
-            "train_tokens": trainer.global_step * self.cfg.trainer.accumulate_grad_batches * self.cfg.data.rows_per_batch * self.cfg.data.row_tokens,
+            "train_tokens": trainer.global_step
+            * self.cfg.trainer.accumulate_grad_batches
+            * self.cfg.data.rows_per_batch
+            * self.cfg.data.row_tokens,
             "export_dir": _shown(export),
             "report": _shown(self.folder / "report.html"),
         }
@@ -335,4 +346,3 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(clean(dict(value)), indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)
-

@@ -20,6 +20,7 @@ from dflash_lit.errors import UserError
 from dflash_lit.objective.config import Objective
 from dflash_lit.objective.head import HeadResult, head_loss, tree_lengths
 from dflash_lit.objective.metrics import Ratios, accepted_lengths
+from dflash_lit.optimizer import make_optimizer
 from dflash_lit.target.frozen import TargetEnds
 
 __all__ = ["DrafterModule"]
@@ -44,7 +45,8 @@ class DrafterModule(L.LightningModule):
         objective: :meth:`Objective.to_dict`.
         anchors: blocks a row.
         seed: with epoch and row id, decides the anchors.
-        lr, betas, weight_decay: AdamW.
+        optimizer: "adamw" or "muon".
+        lr, betas, weight_decay: the optimizer's.
         warmup: share of the steps until the learning rate is full; then a cosine to zero.
         tree_budgets: budgets of ``val/tree_eal@...``.
         dense_limit_gib: refuse dense attention over this size.
@@ -58,6 +60,7 @@ class DrafterModule(L.LightningModule):
         *,
         anchors: int = 64,
         seed: int = 0,
+        optimizer: str = "adamw",
         lr: float = 6e-4,
         betas: Sequence[float] = (0.9, 0.95),
         weight_decay: float = 0.0,
@@ -66,7 +69,7 @@ class DrafterModule(L.LightningModule):
         dense_limit_gib: float = 4.0,
     ) -> None:
         super().__init__()
-        objective = objective or {}
+        objective = Objective(**(objective or {})).to_dict()
         betas, tree_budgets = list(betas), list(tree_budgets)
         # Plain containers only: a checkpoint with an OmegaConf node in it does not load with weights_only=True.
         self.save_hyperparameters(ignore=["ends"])
@@ -78,6 +81,7 @@ class DrafterModule(L.LightningModule):
             self.register_buffer("untied_head", ends.head.detach(), persistent=False)
         self.anchors, self.seed, self.tree_budgets = anchors, seed, tree_budgets
         self.optimizer_settings = {"lr": lr, "betas": (betas[0], betas[1]), "weight_decay": weight_decay}
+        self.optimizer_kind = optimizer
         self.warmup, self.dense_limit_gib = warmup, dense_limit_gib
 
         slots = self.config.block_size - 1
@@ -89,7 +93,9 @@ class DrafterModule(L.LightningModule):
     @property
     def head(self) -> Tensor:
         """[V, H] the target's output weights."""
-        return getattr(self, "untied_head", self.embed)  # type: ignore[return-value]
+        head = getattr(self, "untied_head", self.embed)
+        assert isinstance(head, Tensor)
+        return head
 
     # -- forward
 
@@ -171,7 +177,7 @@ class DrafterModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         steps = int(self.trainer.estimated_stepping_batches)
-        optimizer = torch.optim.AdamW(self.drafter.parameters(), fused=True, **self.optimizer_settings)  # type: ignore[arg-type]
+        optimizer = make_optimizer(self.drafter, self.optimizer_kind, **self.optimizer_settings)  # type: ignore[arg-type]
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.warmup * steps), steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -216,10 +222,16 @@ class DrafterModule(L.LightningModule):
         Raises:
             UserError: naming the first field that differs, and both values.
         """
-        saved = dict(checkpoint["hyper_parameters"]["drafter"])
-        for name, value in self.config.to_dict().items():
-            if saved.get(name) != value:
+        saved = checkpoint["hyper_parameters"]
+        compared = {f"drafter.{name}": (saved["drafter"].get(name), value) for name, value in self.config.to_dict().items()}
+        compared |= {
+            f"objective.{name}": (saved["objective"].get(name), value) for name, value in self.objective.to_dict().items()
+        }
+        for key, name in (("drafter.anchors", "anchors"), ("seed", "seed"), ("optimizer.kind", "optimizer")):
+            compared[key] = (saved.get(name), self.hparams[name])
+        for key, (then, now) in compared.items():
+            if then != now:
                 raise UserError(
-                    f"ckpt_path: the checkpoint has drafter.{name}={saved.get(name)}, this run {value}; "
+                    f"ckpt_path: the checkpoint has {key}={then}, this run {now}; "
                     "resume with the settings it was made with, or start a new run from its export (drafter.init_from)"
                 )

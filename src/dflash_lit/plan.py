@@ -59,7 +59,9 @@ def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str =
     mask = section.mask_token_id if section.mask_token_id is not None else info.default_mask_token()
     for name, reserved in info.reserved_ids.items():
         if mask == reserved:
-            raise UserError(f"drafter.mask_token_id={mask} is the target's {name} token; choose a reserved id that is never text")
+            raise UserError(
+                f"drafter.mask_token_id={mask} is the target's {name} token; choose a reserved id that is never text"
+            )
     rope = dict(section.rope_parameters or getattr(text, "rope_parameters", None) or {})
     if "full_attention" in rope:  # targets with several kinds of layers give each its own
         rope = dict(rope["full_attention"])
@@ -81,6 +83,9 @@ def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str =
         max_position_embeddings=int(getattr(text, "max_position_embeddings", 32768)),
         causal=section.causal,
         rope_parameters=rope,
+        # Qwen3's, which suits widths of thousands: a narrow drafter would start so near zero that it idles for long.
+        initializer_range=section.initializer_range
+        or max(float(getattr(text, "initializer_range", 0.02)), int(text.hidden_size) ** -0.5),
         target_fingerprint=fingerprint,
     )
 
@@ -90,7 +95,9 @@ def _device(accelerator: str) -> torch.device:
         raise UserError(f"trainer.accelerator={accelerator!r}: choose auto, cpu or gpu")
     there = torch.cuda.is_available()
     if accelerator == "gpu" and not there:
-        raise UserError("trainer.accelerator=gpu: torch sees no GPU here; use cpu, or install a CUDA build of torch and its driver")
+        raise UserError(
+            "trainer.accelerator=gpu: torch sees no GPU here; use cpu, or install a CUDA build of torch and its driver"
+        )
     return torch.device("cuda", 0) if there and accelerator != "cpu" else torch.device("cpu")
 
 
@@ -100,20 +107,26 @@ def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
     if data.row_tokens < 128 or data.row_tokens % 128:
         raise UserError(f"data.row_tokens={data.row_tokens}: must be a positive multiple of 128")
     if data.response_tokens < 2:
-        raise UserError(f"data.response_tokens={data.response_tokens}: no token would be supervised after an anchor; use 2 or more")
+        raise UserError(
+            f"data.response_tokens={data.response_tokens}: no token would be supervised after an anchor; use 2 or more"
+        )
     if data.temperature < 0:
         raise UserError(f"data.temperature={data.temperature:g}: must be 0 (greedy) or positive")
     if not 0 < data.held_out_share < 1:
         raise UserError(f"data.held_out_share={data.held_out_share:g}: must lie between 0 and 1")
     most = int(getattr(info.text, "max_position_embeddings", 0) or 0)
-    longest = max(data.prompt_tokens + data.response_tokens, data.prompt_tokens + cfg.evaluation.max_new_tokens + cfg.drafter.block_size)
+    longest = max(
+        data.prompt_tokens + data.response_tokens, data.prompt_tokens + cfg.evaluation.max_new_tokens + cfg.drafter.block_size
+    )
     if most and longest > most:
         raise UserError(
             f"data.prompt_tokens + response tokens come to {longest}, but the target has positions for {most}; "
             "lower data.prompt_tokens, data.response_tokens or evaluation.max_new_tokens"
         )
     if data.prompts is not None and not Path(data.prompts).is_file():
-        raise UserError(f"data.prompts={data.prompts!r}: no such file; give a .jsonl or .txt file of prompts, or null for the standard library")
+        raise UserError(
+            f"data.prompts={data.prompts!r}: no such file; give a .jsonl or .txt file of prompts, or null for the standard library"
+        )
 
 
 def make_plan(cfg: TrainConfig) -> Plan:
@@ -133,6 +146,8 @@ def make_plan(cfg: TrainConfig) -> Plan:
         raise UserError("evaluation.tree_budgets: give at least one budget, each 1 or more")
     if any(t < 0 for t in cfg.evaluation.temperatures):
         raise UserError("evaluation.temperatures: must be 0 (greedy) or positive")
+    if cfg.optimizer.kind not in ("adamw", "muon"):
+        raise UserError(f"optimizer.kind={cfg.optimizer.kind!r}: choose adamw or muon")
     if cfg.optimizer.lr <= 0:
         raise UserError(f"optimizer.lr={cfg.optimizer.lr:g}: must be positive")
     if not 0 <= cfg.optimizer.warmup < 1:
@@ -140,7 +155,9 @@ def make_plan(cfg: TrainConfig) -> Plan:
     if len(cfg.optimizer.betas) != 2 or not all(0 <= b < 1 for b in cfg.optimizer.betas):
         raise UserError(f"optimizer.betas={list(cfg.optimizer.betas)}: give two numbers in 0..1")
     if cfg.trainer.precision not in (None, *_PRECISIONS):
-        raise UserError(f"trainer.precision={cfg.trainer.precision!r}: choose {' or '.join(_PRECISIONS)} (the masters are fp32 in both)")
+        raise UserError(
+            f"trainer.precision={cfg.trainer.precision!r}: choose {' or '.join(_PRECISIONS)} (the masters are fp32 in both)"
+        )
     if cfg.target.dtype not in (None, *_DTYPES):
         raise UserError(f"target.dtype={cfg.target.dtype!r}: choose {', '.join(_DTYPES)}")
     for key, path in (("ckpt_path", cfg.ckpt_path), ("drafter.init_from", cfg.drafter.init_from)):
@@ -155,13 +172,17 @@ def make_plan(cfg: TrainConfig) -> Plan:
     )
     device = _device(cfg.trainer.accelerator)
     if cfg.drafter.block_size < 2:  # before derived values make it less plain
-        raise UserError(f"drafter.block_size={cfg.drafter.block_size}: a block needs the anchor and at least one mask slot; use 2 or more")
+        raise UserError(
+            f"drafter.block_size={cfg.drafter.block_size}: a block needs the anchor and at least one mask slot; use 2 or more"
+        )
 
     info = TargetInfo.load(cfg.target.path, trust_remote_code=cfg.target.trust_remote_code)
     _check_data(cfg, info)
     drafter = derive_drafter(cfg.drafter, info)
     queries = cfg.drafter.anchors * cfg.drafter.block_size
-    refuse_large(cfg.data.rows_per_batch, drafter.num_attention_heads, queries, cfg.data.row_tokens, cfg.drafter.dense_limit_gib)
+    refuse_large(
+        cfg.data.rows_per_batch, drafter.num_attention_heads, queries, cfg.data.row_tokens, cfg.drafter.dense_limit_gib
+    )
     return Plan(
         info=info,
         drafter=drafter,

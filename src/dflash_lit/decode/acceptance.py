@@ -94,7 +94,9 @@ def measure(
             ids = list(prompt)
 
             def generator(stream: int, number: int = number) -> torch.Generator | None:
-                return torch.Generator(target.device).manual_seed(seed * 1_000_003 + 2 * number + stream) if temperature else None
+                return (
+                    torch.Generator(target.device).manual_seed(seed * 1_000_003 + 2 * number + stream) if temperature else None
+                )
 
             arguments = {"temperature": temperature}
             drafted.append(decode_chain(target, drafter, ids, max_new_tokens, generator=generator(0), **arguments))
@@ -140,7 +142,9 @@ class Sample:
     rounds: list[tuple[str, str]]
 
 
-def round_samples(target: FrozenTarget, prompts: Sequence[Sequence[int]], drafted: Sequence[Decoded], count: int) -> list[Sample]:
+def round_samples(
+    target: FrozenTarget, prompts: Sequence[Sequence[int]], drafted: Sequence[Decoded], count: int
+) -> list[Sample]:
     """Texts of the first ``count`` responses, cut at their rounds."""
     samples = []
     for prompt, response in list(zip(prompts, drafted, strict=True))[:count]:
@@ -151,6 +155,11 @@ def round_samples(target: FrozenTarget, prompts: Sequence[Sequence[int]], drafte
             tokens = response.ids[start : start + length]
             start += length
             if tokens:
-                rounds.append((decode(tokens[:-1]) if len(tokens) == length else decode(tokens), decode(tokens[-1:]) if len(tokens) == length else ""))
+                rounds.append(
+                    (
+                        decode(tokens[:-1]) if len(tokens) == length else decode(tokens),
+                        decode(tokens[-1:]) if len(tokens) == length else "",
+                    )
+                )
         samples.append(Sample(decode(list(prompt)), rounds))
     return samples

@@ -34,6 +34,16 @@ class FeatureLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    # Spelled out although __getattr__ would find them: Lightning asks for a protocol whether a loader can be resumed, and from
+    # Python 3.12 on protocols do not see what __getattr__ finds.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped loader's position."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
     def __len__(self) -> int:
         return len(self.loader)
 

@@ -1,0 +1,146 @@
+"""Every file of conf/ composes, and every bad value is one line that names its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dflash_lit.commands import one_line
+from dflash_lit.config import TrainConfig, register
+from dflash_lit.errors import UserError
+from dflash_lit.plan import Plan, make_plan
+
+CONF = Path(__file__).parent.parent / "conf"
+register()
+
+
+def configured(*overrides: str) -> TrainConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", overrides=["paths.output_dir=/nowhere", *overrides])
+    cfg = OmegaConf.to_object(composed)
+    assert isinstance(cfg, TrainConfig)
+    return cfg
+
+
+def planned(*overrides: str) -> Plan:
+    return make_plan(configured("trainer.accelerator=cpu", *overrides))
+
+
+def choices() -> list[str]:
+    needed = {"target/hf": "target.path=somewhere", "data/file": "data.prompts=somewhere.txt"}
+    found = []
+    for file in sorted(CONF.glob("*/*.yaml")):
+        group, name = file.parent.name, file.stem
+        prefix = "+" if group in ("experiment", "debug") else ""
+        found.append(f"{prefix}{group}={name} {needed.get(f'{group}/{name}', '')}".strip())
+    return found
+
+
+@pytest.mark.parametrize("choice", choices())
+def test_every_file_composes(choice: str) -> None:
+    configured(*choice.replace("+debug", "debug").split())
+
+
+def test_the_main_job_is_possible_and_derived_from_the_target() -> None:
+    plan = planned()
+    assert plan.drafter.target_layer_ids == (1, 2, 3)
+    assert plan.drafter.mask_token_id == plan.info.tokenizer.mask_token_id
+    assert plan.drafter.hidden_size == plan.info.text.hidden_size
+    assert plan.precision == "32-true"
+    assert plan.val_every == 120
+    assert planned("seed=3", "trainer.max_steps=50").val_every == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.max_stepz=3", "max_stepz"),
+        ("nonsense=1", "nonsense"),
+        ("objective=nothing", "objective/nothing"),
+        ("trainer.max_steps=many", "many"),
+        ("drafter.block_size=1.5", "1.5"),
+        ("data.train_prompts=[1]", "train_prompts"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_do_not_compose(override: str, says: str) -> None:
+    with pytest.raises((HydraException, OmegaConfBaseException)) as caught:
+        configured(override)
+    line = one_line(caught.value)
+    assert says in line
+    assert "\n" not in line
+
+
+IMPOSSIBLE: list[tuple[str, str]] = [
+    ("drafter.block_size=1", r"drafter\.block_size=1"),
+    ("drafter.layers=0", r"drafter\.layers=0"),
+    ("drafter.anchors=0", r"drafter\.anchors=0"),
+    ("drafter.features=4", r"drafter\.features=4: .* at most 3"),
+    ("drafter.target_layer_ids=[5]", r"layer 5 is out of range"),
+    ("drafter.mask_token_id=0", r"mask_token_id=0 is the target's eos"),
+    ("drafter.mask_token_id=1", r"mask_token_id=1 is the target's pad"),
+    ("drafter.mask_token_id=99999", r"mask_token_id=99999 is outside"),
+    ("drafter.init_from=/no/such", r"drafter\.init_from='/no/such'"),
+    ("drafter.dense_limit_gib=0.001", r"drafter\.dense_limit_gib=0\.001"),
+    ("objective.weights=magic", r"objective\.weights='magic'"),
+    ("objective.gamma=0", r"objective\.gamma=0"),
+    ("objective.alpha=2", r"objective\.alpha=2"),
+    ("objective.chunk_slots=0", r"objective\.chunk_slots=0"),
+    ("optimizer.kind=sgd", r"optimizer\.kind='sgd'"),
+    ("optimizer.lr=0", r"optimizer\.lr=0"),
+    ("optimizer.warmup=1", r"optimizer\.warmup=1"),
+    ("optimizer.betas=[0.9]", r"optimizer\.betas"),
+    ("data.row_tokens=500", r"data\.row_tokens=500"),
+    ("data.rows_per_batch=0", r"data\.rows_per_batch=0"),
+    ("data.response_tokens=1", r"data\.response_tokens=1"),
+    ("data.response_tokens=4000", r"positions for 2048"),
+    ("data.temperature=-1", r"data\.temperature=-1"),
+    ("data.prompts=/no/such.jsonl", r"data\.prompts='/no/such\.jsonl'"),
+    ("data.held_out_share=1", r"data\.held_out_share=1"),
+    ("target.path=/no/such/model", r"target\.path='/no/such/model'"),
+    ("target.dtype=int3", r"target\.dtype='int3'"),
+    ("trainer.max_steps=0", r"trainer\.max_steps=0"),
+    ("trainer.accelerator=tpu", r"trainer\.accelerator='tpu'"),
+    ("trainer.devices=2", r"trainer\.devices=2"),
+    ("trainer.precision=16-mixed", r"trainer\.precision='16-mixed'"),
+    ("placement.kind=split", r"placement\.kind='split'"),
+    ("evaluation.tree_budgets=[0]", r"evaluation\.tree_budgets"),
+    ("evaluation.temperatures=[-1]", r"evaluation\.temperatures"),
+    ("ckpt_path=/no/such.ckpt", r"ckpt_path='/no/such\.ckpt'"),
+]
+
+
+@pytest.mark.parametrize(("override", "says"), IMPOSSIBLE, ids=[o for o, _ in IMPOSSIBLE])
+def test_impossible_combinations_name_their_key(override: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        planned(override)
+    assert "\n" not in str(caught.value)
+
+
+def test_mask_token_without_a_reserved_one(tmp_path: Path) -> None:
+    """A tokenizer without mask token: the first id that it never makes; none left is an error."""
+    import json
+    import shutil
+
+    from dflash_lit.target import embedded
+
+    source = Path(next(iter(embedded.__path__)))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path)
+
+    def edit(name: str, **changes: Any) -> None:
+        path = tmp_path / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings.pop("mask_token")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"drafter\.mask_token_id: the tokenizer has no mask token"):
+        planned(f"target.path={tmp_path}")
+    edit("config.json", vocab_size=640)
+    assert planned(f"target.path={tmp_path}").drafter.mask_token_id == 512
