@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dflash_lit.commands import run_command
 from dflash_lit.config import TrainConfig, register
-from dflash_lit.job import Job, load_target
+from dflash_lit.job import Job, load_target, quiet_libraries
 from dflash_lit.plan import make_plan
 
 register()
@@ -22,6 +22,7 @@ register()
 def main(composed: DictConfig) -> float | None:
     cfg = OmegaConf.to_object(composed)
     assert isinstance(cfg, TrainConfig)
+    quiet_libraries()
     plan = make_plan(cfg)
     job = Job(cfg, plan)
     callbacks, loggers = job.instances()

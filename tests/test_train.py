@@ -140,13 +140,49 @@ def test_warm_start_from_an_export(whole: Path, shelf: Path) -> None:
     assert "error: drafter.init_from: that drafter has block_size=8, this run 6" in done.stderr
 
 
+def test_progress_in_a_terminal(shelf: Path) -> None:
+    """One bar over the run with tokens/s, where there is a terminal; plain lines elsewhere (see the next test)."""
+    main, terminal = os.openpty()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(shelf / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    folder = shelf / "runs" / "terminal"
+    command = [sys.executable, "train.py", *QUICK, "trainer.max_steps=10", "logger=csv", f"hydra.run.dir={folder}"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+        os.close(terminal)
+        shown = b""
+        while True:
+            try:
+                part = os.read(main, 65536)
+            except OSError:  # how Linux says that the other end was closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(main)
+    assert process.returncode == 0, shown[-3000:]
+    assert b"train: 100%" in shown
+    assert b"Ktok/s" in shown
+
+
 def test_own_prompts(shelf: Path) -> None:
     prompts = shelf / "mine.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def function_{i}(value):\n    return"}) + "\n" for i in range(30)))
     own = ["data=file", f"data.prompts={prompts}", "data.prompt_tokens=32", "data.row_tokens=256", "data.train_prompts=20"]
-    summary = summary_of(train(*own, "data.response_tokens=40", "logger=csv", folder=shelf))
+    folder = train(*own, "data.response_tokens=40", "logger=csv", folder=shelf)
+    assert not (folder / "wandb").exists()
+    summary = summary_of(folder)
     assert summary["lossless"] is True
     assert summary["responses"] > 10
+
+
+def test_a_sweep_trains_each_and_a_failed_job_does_not_look_like_success(shelf: Path) -> None:
+    folder = shelf / "sweep"
+    done = run("train.py", "-m", "seed=1,2", *QUICK, "logger=csv", f"hydra.sweep.dir={folder}", folder=shelf)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (summary_of(folder / str(job)) for job in range(2))
+    assert first["train_loss"] != second["train_loss"]
+    done = run("train.py", "-m", "drafter.block_size=1", f"hydra.sweep.dir={shelf / 'bad'}", folder=shelf)
+    assert done.returncode == 2
+    assert "error: drafter.block_size=1" in done.stderr
 
 
 def test_text_that_holds_the_mask_token_is_refused(shelf: Path) -> None:

@@ -98,7 +98,11 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, auto_map: bool = False
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
             os.replace(folder, old / "old")
-            os.replace(made, folder)
+            try:
+                os.replace(made, folder)
+            except OSError:
+                os.replace(old / "old", folder)
+                raise
             shutil.rmtree(old)
         else:
             os.replace(made, folder)

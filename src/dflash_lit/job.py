@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import netrc
 import os
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import transformers
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
@@ -38,7 +41,16 @@ from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
 from dflash_lit.target.frozen import FrozenTarget
 
-__all__ = ["Job", "cache_folder", "load_target", "wandb_offline"]
+__all__ = ["Job", "cache_folder", "load_target", "quiet_libraries", "wandb_offline"]
+
+
+def quiet_libraries() -> None:
+    """Keep libraries from telling a user what is neither news nor in the user's hands."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # device lists, product tips
+    transformers.utils.logging.disable_progress_bar()
+    for known in (".*LeafSpec.*", ".*does not have many workers.*", ".*val_check_interval.*"):
+        # A loader in this process is right: rows are cut from memory.
+        warnings.filterwarnings("ignore", message=known)
 
 
 def cache_folder(chosen: str | None) -> Path:
@@ -218,6 +230,12 @@ class Job:
                 if theirs != ours:
                     raise UserError(f"drafter.init_from: that drafter has {name}={theirs}, this run {ours}; set them equal")
             module.drafter.load_state_dict(warm.state_dict())
+        size = sum(p.numel() for p in module.drafter.parameters())
+        self.console.print(
+            f"  drafter of {size / 1e6:.1f} M parameters: {plan.drafter.num_hidden_layers} layers, blocks of {plan.drafter.block_size}, "
+            f"features of target layers {', '.join(map(str, plan.drafter.target_layer_ids))}; "
+            f"{cfg.trainer.max_steps} steps of {cfg.optimizer.kind} on {plan.device.type} ({plan.precision}), {plan.objective.weights} weights"
+        )
         return module
 
     def trainer(self, target: FrozenTarget, callbacks: list[Callback], loggers: list[Logger]) -> L.Trainer:

@@ -94,6 +94,8 @@ class DrafterConfig:
                 f"drafter.num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"drafter.num_key_value_heads={self.num_key_value_heads}"
             )
+        if "rope_theta" not in self.rope_parameters:
+            raise UserError("drafter.rope_parameters: rope_theta is missing; give the target's")
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim={self.head_dim}: rotary embedding needs an even number")
 

@@ -18,7 +18,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,12 @@ PACKAGES = (
 ).split()
 
 
-def collect(stdlib: str | None, most: int | None = None) -> tuple[list[SourceFile], list[SourceFile]]:
+def collect(stdlib: str | None, packages: Sequence[str], most: int | None = None) -> tuple[list[SourceFile], list[SourceFile]]:
     """Return (training files, held-out files of the standard library), without exact duplicates.
 
     Args:
         stdlib: folder of the standard library; default: the running interpreter's.
+        packages: names of distributions; those not installed are passed over.
         most: take only so many training files (for a quick trial).
     """
     seen: set[str] = set()
@@ -54,7 +55,7 @@ def collect(stdlib: str | None, most: int | None = None) -> tuple[list[SourceFil
         if file.text not in seen:
             seen.add(file.text)
             (held_out if is_held_out(file.name) else train).append(file)
-    for file in package_files(PACKAGES):
+    for file in package_files(packages):
         if file.text not in seen and not is_held_out(file.name):
             seen.add(file.text)
             train.append(file)
@@ -139,7 +140,7 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     started = time.monotonic()
 
-    train_files, held_files = collect(args.stdlib, args.max_files)
+    train_files, held_files = collect(args.stdlib, args.packages, args.max_files)
     print(
         f"{len(train_files)} files to train on ({sum(len(f.text) for f in train_files) / 1e6:.0f} MB), {len(held_files)} held out"
     )
@@ -167,7 +168,7 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
         pad_token_id=tokenizer.pad_token_id,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
-    model: Any = Qwen3ForCausalLM(config).to(device)  # type: ignore[call-arg, arg-type]
+    model: Any = Qwen3ForCausalLM(config).to(device)  # type: ignore[arg-type]
     feature_layer = args.layers - 3  # the last layer a drafter may read
     lookahead = Lookahead(args.hidden, args.lookahead).to(device)
     matrices = [p for n, p in model.model.layers.named_parameters() if p.ndim == 2]
@@ -245,6 +246,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="training time")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--stdlib", help="another interpreter's standard library folder")
+    parser.add_argument("--packages", nargs="*", default=PACKAGES, help="distributions whose sources are trained on, too")
     parser.add_argument("--max-files", type=int, help="train on so many files only (for a quick trial)")
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
