@@ -47,7 +47,7 @@ def embedded_config(**changes: Any) -> DrafterConfig:
         "hidden_size": 256,
         "num_hidden_layers": 1,
         "head_dim": 16,
-        "vocab_size": 1024,
+        "vocab_size": 512,
         "mask_token_id": 2,
         "target_layer_ids": (1, 2, 3),
     }
@@ -108,7 +108,7 @@ def drafter_for(target: FrozenTarget, **changes: Any) -> DrafterConfig:
     return drafter_config(**{**sizes, **changes})
 
 
-def packed_rows(rows: Sequence[Sequence[Piece]], row_tokens: int = 128, *, vocab: int = 1000, seed: int = 0) -> PackedRows:
+def packed_rows(rows: Sequence[Sequence[Piece]], row_tokens: int = 128, *, vocab: int = 500, seed: int = 0) -> PackedRows:
     """Rows of the given pieces, of random tokens from 4 up, the rest of each row padding."""
     rng = np.random.default_rng(seed)
     shape = (len(rows), row_tokens)
@@ -125,7 +125,7 @@ def packed_rows(rows: Sequence[Sequence[Piece]], row_tokens: int = 128, *, vocab
     return PackedRows(ids, documents, positions, supervised)
 
 
-def token_batch(rows: Sequence[Sequence[Piece]], row_tokens: int = 128, *, vocab: int = 1000, seed: int = 0) -> Batch:
+def token_batch(rows: Sequence[Sequence[Piece]], row_tokens: int = 128, *, vocab: int = 500, seed: int = 0) -> Batch:
     """The same as a TokenRow batch."""
     packed = packed_rows(rows, row_tokens, vocab=vocab, seed=seed)
     return {

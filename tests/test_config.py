@@ -53,7 +53,7 @@ def test_the_main_job_is_possible_and_derived_from_the_target() -> None:
     assert plan.drafter.mask_token_id == plan.info.tokenizer.mask_token_id
     assert plan.drafter.hidden_size == plan.info.text.hidden_size
     assert plan.precision == "32-true"
-    assert plan.val_every == 120
+    assert plan.val_every == 180
     assert planned("seed=3", "trainer.max_steps=50").val_every == 10
 
 

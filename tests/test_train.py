@@ -91,7 +91,7 @@ def test_export_is_the_served_format(whole: Path) -> None:
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.q_norm.weight"} <= names
     config = json.loads((whole / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
-    assert config["block_size"] == config["dflash_config"]["block_size"] == 8
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 6
 
 
 def test_metrics_go_to_csv_and_to_an_offline_wandb_run(whole: Path) -> None:
@@ -121,10 +121,10 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(whole: Path, shelf
 
 def test_a_checkpoint_of_other_settings_is_refused(whole: Path, shelf: Path) -> None:
     checkpoint = whole / "checkpoints" / "step=2.ckpt"
-    done = run("train.py", *QUICK, f"ckpt_path='{checkpoint}'", "drafter.block_size=6", folder=shelf)
+    done = run("train.py", *QUICK, f"ckpt_path='{checkpoint}'", "drafter.block_size=8", folder=shelf)
     assert done.returncode == 2
     assert (
-        done.stderr.strip().splitlines()[-1].startswith("error: ckpt_path: the checkpoint has drafter.block_size=8, this run 6")
+        done.stderr.strip().splitlines()[-1].startswith("error: ckpt_path: the checkpoint has drafter.block_size=6, this run 8")
     )
 
 
@@ -135,9 +135,9 @@ def test_warm_start_from_an_export(whole: Path, shelf: Path) -> None:
 
     before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (whole, started))
     assert all(torch.allclose(value.float(), after[name].float(), atol=1e-5) for name, value in before.items())
-    done = run("train.py", *QUICK, f"drafter.init_from={whole / 'drafter'}", "drafter.block_size=6", folder=shelf)
+    done = run("train.py", *QUICK, f"drafter.init_from={whole / 'drafter'}", "drafter.block_size=8", folder=shelf)
     assert done.returncode == 2
-    assert "error: drafter.init_from: that drafter has block_size=8, this run 6" in done.stderr
+    assert "error: drafter.init_from: that drafter has block_size=6, this run 8" in done.stderr
 
 
 def test_progress_in_a_terminal(shelf: Path) -> None:

@@ -29,10 +29,10 @@ class TargetSection:
 
 @dataclass
 class DrafterSection:
-    block_size: int = 8  # slots a block, the anchor included
+    block_size: int = 6  # slots a block, the anchor included
     layers: int = 2
     features: int = 3  # target layers it reads
-    anchors: int = 64  # blocks a row
+    anchors: int = 32  # blocks a row
     target_layer_ids: Optional[list[int]] = None  # the DFlash rule for `features` layers
     mask_token_id: Optional[int] = None  # the tokenizer's mask token, else its first unused id
     intermediate_size: Optional[int] = None  # the target's
@@ -41,7 +41,7 @@ class DrafterSection:
     head_dim: Optional[int] = None  # the target's
     causal: bool = False  # slots see only slots up to their own
     rope_parameters: Optional[dict[str, Any]] = None  # the target's
-    initializer_range: Optional[float] = None  # the target's, at least 1/sqrt(hidden size)
+    initializer_range: Optional[float] = None  # the target's, more below a width of 1024
     init_from: Optional[str] = None  # folder of an exported drafter to start from
     dense_limit_gib: float = 4.0  # refuse dense attention beyond this
 
@@ -72,10 +72,10 @@ class DataSection:
     val_prompts: int = 48
     prompt_tokens: int = 48
     response_tokens: int = 208
-    temperature: float = 0.7  # of the target's responses
-    responses_per_batch: int = 128  # prompts generated for at a time
-    row_tokens: int = 512
-    rows_per_batch: int = 2
+    temperature: float = 0.7  # of the target's responses: near the one it will be served at
+    responses_per_batch: int = 272  # prompts generated for at a time
+    row_tokens: int = 256
+    rows_per_batch: int = 4
     validate_on_train: bool = False  # for debug=overfit
     cache_dir: Optional[str] = None  # XDG_CACHE_HOME/dflash_lit
 
@@ -87,7 +87,7 @@ class PlacementSection:
 
 @dataclass
 class TrainerSection:
-    max_steps: int = 600
+    max_steps: int = 900
     accelerator: str = "auto"  # auto | cpu | gpu
     devices: int = 1
     precision: Optional[str] = None  # 32-true on a CPU, else bf16-mixed (fp32 masters either way)
@@ -104,7 +104,7 @@ class TrainerSection:
 @dataclass
 class EvaluationSection:
     prompts: int = 16  # held-out prompts decoded after training
-    max_new_tokens: int = 96
+    max_new_tokens: int = 80
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
     tree_budgets: list[int] = field(default_factory=lambda: [16, 64, 256])
 

@@ -83,9 +83,9 @@ def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str =
         max_position_embeddings=int(getattr(text, "max_position_embeddings", 32768)),
         causal=section.causal,
         rope_parameters=rope,
-        # Qwen3's, which suits widths of thousands: a narrow drafter would start so near zero that it idles for long.
+        # Qwen3's 0.02 suits widths from a thousand on; a narrow drafter would start so near zero that it idles for long.
         initializer_range=section.initializer_range
-        or max(float(getattr(text, "initializer_range", 0.02)), int(text.hidden_size) ** -0.5),
+        or max(float(getattr(text, "initializer_range", 0.02)), 0.02 * (1024 / int(text.hidden_size)) ** 0.5),
         target_fingerprint=fingerprint,
     )
 

@@ -12,9 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash_lit.target.embedded
 
-# The models are tiny: a second thread gains nothing, and waits for ever-busy cores when several tests run at a time.
-torch.set_num_threads(1)
-
 FOLDER = Path(dflash_lit.target.embedded.__path__[0])
 
 

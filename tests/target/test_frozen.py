@@ -102,7 +102,7 @@ def test_an_attention_that_cannot_take_the_mask_is_refused(embedded: FrozenTarge
 def test_ends_are_the_tied_weights(embedded: FrozenTarget) -> None:
     ends = embedded.ends()
     assert ends.embed is ends.head
-    assert ends.embed.shape == (1024, 256)
+    assert ends.embed.shape == (512, 256)
     assert not ends.embed.requires_grad
     untied = tiny_target(embedded.info).ends()
     assert untied.embed is not untied.head
