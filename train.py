@@ -24,22 +24,22 @@ def main(composed: DictConfig) -> float | None:
     assert isinstance(cfg, TrainConfig)
     quiet_libraries()
     plan = make_plan(cfg)
-    job = Job(cfg, plan)
-    callbacks, loggers = job.instances()
-    L.seed_everything(cfg.seed, verbose=False)
-    if cfg.trainer.threads is not None:
-        torch.set_num_threads(cfg.trainer.threads)
-    with job.phase("target"):
-        target = load_target(plan, cfg)
-    with job.phase("data"):
-        data = job.data(target)
-    with job.phase("train"):
-        module = job.module(target)
-        trainer = job.trainer(target, callbacks, loggers)
-        trainer.fit(module, datamodule=data.module, ckpt_path=cfg.ckpt_path, weights_only=True)
-    with job.phase("decode"):
-        summary = job.summarise(trainer, module, target, data)
-    job.close(summary, trainer)
+    with Job(cfg, plan) as job:
+        callbacks, loggers = job.instances()
+        L.seed_everything(cfg.seed, verbose=False)
+        if cfg.trainer.threads is not None:
+            torch.set_num_threads(cfg.trainer.threads)
+        with job.phase("target"):
+            target = load_target(plan, cfg)
+        with job.phase("data"):
+            data = job.data(target)
+        with job.phase("train"):
+            module = job.module(target)
+            trainer = job.trainer(target, callbacks, loggers)
+            trainer.fit(module, datamodule=data.module, ckpt_path=cfg.ckpt_path, weights_only=True)
+        with job.phase("decode"):
+            summary = job.summarise(trainer, module, target, data)
+        job.close(summary, trainer)
     return summary.get(cfg.optimized_metric) if cfg.optimized_metric else None
 
 

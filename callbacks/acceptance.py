@@ -39,7 +39,7 @@ class Acceptance(Callback):
             plain=False,
         ).tau
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DrafterModule)
         tau = self._tau(trainer, pl_module)
         for logger in trainer.loggers:

@@ -27,7 +27,7 @@ class Progress(ProgressBar):
         self.bar: Any = None
         self.tokens = 0
         self.enabled = True
-        self.step = 0
+        self.first = self.step = 0
         self.started = 0.0
 
     def disable(self) -> None:
@@ -37,7 +37,8 @@ class Progress(ProgressBar):
         self.enabled = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.step, self.tokens, self.started = trainer.global_step, 0, time.monotonic()
+        self.first = self.step = trainer.global_step
+        self.tokens, self.started = 0, time.monotonic()
         self.total = int(trainer.estimated_stepping_batches)
         if self.enabled and sys.stderr.isatty():
             self.bar = tqdm(total=self.total, initial=self.step, desc="train", unit="step", dynamic_ncols=True, mininterval=0.5)
@@ -58,7 +59,7 @@ class Progress(ProgressBar):
                 self.bar.set_postfix_str(self._facts(trainer), refresh=False)
         elif self.step % every == 0 or self.step == self.total:
             elapsed = time.monotonic() - self.started
-            left = elapsed / max(self.step, 1) * (self.total - self.step)
+            left = elapsed / (self.step - self.first) * (self.total - self.step)
             print(f"step {self.step}/{self.total}  {self._facts(trainer)}  {left:.0f} s left", file=sys.stderr, flush=True)
 
     def _facts(self, trainer: L.Trainer) -> str:

@@ -53,7 +53,7 @@ def test_the_main_job_is_possible_and_derived_from_the_target() -> None:
     assert plan.drafter.mask_token_id == plan.info.tokenizer.mask_token_id
     assert plan.drafter.hidden_size == plan.info.text.hidden_size
     assert plan.precision == "32-true"
-    assert plan.val_every == 180
+    assert plan.val_every == 130
     assert planned("seed=3", "trainer.max_steps=50").val_every == 10
 
 
@@ -76,6 +76,49 @@ def test_unknown_keys_and_wrong_types_do_not_compose(override: str, says: str) -
     assert "\n" not in line
 
 
+@pytest.mark.parametrize(("override", "key"), [("target=hf", "target.path"), ("data=file", "data.prompts")])
+def test_what_a_choice_needs_has_to_be_given(override: str, key: str) -> None:
+    with pytest.raises(OmegaConfBaseException, match=key):
+        configured(override)
+
+
+def test_the_readmes_command_for_an_own_model_is_possible(tmp_path: Path) -> None:
+    """Checked with the sizes of Qwen3-8B, for which neither weights nor a hub are needed."""
+    import json
+    import re
+    import shutil
+
+    from dflash_lit.target import embedded
+
+    command = re.search(r"python3? train\.py (target=hf .*)", (CONF.parent / "README.md").read_text())
+    assert command is not None
+    source = Path(next(iter(embedded.__path__)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path)
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    more = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "vocab_size": 151936,
+        "layer_types": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads((source / "config.json").read_text()), **sizes, **more}))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    overrides = (
+        command.group(1).replace("Qwen/Qwen3-8B", str(tmp_path)).replace("=prompts.jsonl", f"={tmp_path}/prompts.jsonl").split()
+    )
+    plan = planned(*overrides)
+    assert plan.drafter.target_layer_ids == (1, 9, 17, 25, 33)
+    assert plan.drafter.num_hidden_layers == 5
+    assert plan.drafter.initializer_range == 0.02
+
+
+def test_rope_parameters_can_be_given() -> None:
+    plan = planned("drafter.rope_parameters={rope_type: linear, factor: 2.0, rope_theta: 5000.0}")
+    assert plan.drafter.rope_parameters["factor"] == 2.0
+
+
 IMPOSSIBLE: list[tuple[str, str]] = [
     ("drafter.block_size=1", r"drafter\.block_size=1"),
     ("drafter.layers=0", r"drafter\.layers=0"),
@@ -85,6 +128,8 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("drafter.mask_token_id=0", r"mask_token_id=0 is the target's eos"),
     ("drafter.mask_token_id=1", r"mask_token_id=1 is the target's pad"),
     ("drafter.mask_token_id=99999", r"mask_token_id=99999 is outside"),
+    ("drafter.head_dim=0", r"drafter\.head_dim=0"),
+    ("drafter.initializer_range=0", r"drafter\.initializer_range=0"),
     ("drafter.init_from=/no/such", r"drafter\.init_from='/no/such'"),
     ("drafter.dense_limit_gib=0.001", r"drafter\.dense_limit_gib=0\.001"),
     ("objective.weights=magic", r"objective\.weights='magic'"),
@@ -93,6 +138,13 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("objective.chunk_slots=0", r"objective\.chunk_slots=0"),
     ("optimizer.kind=sgd", r"optimizer\.kind='sgd'"),
     ("optimizer.lr=0", r"optimizer\.lr=0"),
+    ("optimizer.lr=.inf", r"optimizer\.lr=inf"),
+    ("optimizer.weight_decay=-1", r"optimizer\.weight_decay=-1"),
+    ("trainer.gradient_clip_val=-1", r"trainer\.gradient_clip_val=-1"),
+    ("trainer.limit_val_batches=0", r"trainer\.limit_val_batches=0"),
+    ("seed=-1", r"seed=-1"),
+    ("evaluation.temperatures=[.nan]", r"evaluation\.temperatures"),
+    ("ckpt_path=README.md", r"README\.md: is not a checkpoint"),
     ("optimizer.warmup=1", r"optimizer\.warmup=1"),
     ("optimizer.betas=[0.9]", r"optimizer\.betas"),
     ("data.row_tokens=500", r"data\.row_tokens=500"),

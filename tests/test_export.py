@@ -303,3 +303,17 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"evil\.ckpt"):
         drafter_from_checkpoint(tmp_path / "evil.ckpt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_only_an_export_is_ever_replaced(tmp_path: Path) -> None:
+    drafter = Drafter(drafter_config())
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "a.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"notes: holds 'a\.txt', which is no exported drafter"):
+        save_drafter(drafter, notes)
+    with pytest.raises(UserError, match=r"a\.txt: is a file"):
+        save_drafter(drafter, notes / "a.txt")
+    assert (notes / "a.txt").read_text() == "mine"
+    out = save_drafter(drafter, tmp_path / "out")
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644

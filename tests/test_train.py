@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,9 @@ def run(*arguments: str, folder: Path, **environment: str) -> subprocess.Complet
     )
 
 
-def train(*overrides: str, folder: Path) -> Path:
+def train(*overrides: str, folder: Path, **environment: str) -> Path:
     run_folder = folder / "runs" / f"run{len(list(folder.glob('runs/*')))}"
-    done = run("train.py", *QUICK, f"hydra.run.dir={run_folder}", *overrides, folder=folder)
+    done = run("train.py", *QUICK, f"hydra.run.dir={run_folder}", *overrides, folder=folder, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     (run_folder / "stdout.txt").write_text(done.stdout)
     return run_folder
@@ -91,7 +92,7 @@ def test_export_is_the_served_format(whole: Path) -> None:
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.q_norm.weight"} <= names
     config = json.loads((whole / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
-    assert config["block_size"] == config["dflash_config"]["block_size"] == 6
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 8
 
 
 def test_metrics_go_to_csv_and_to_an_offline_wandb_run(whole: Path) -> None:
@@ -121,10 +122,10 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(whole: Path, shelf
 
 def test_a_checkpoint_of_other_settings_is_refused(whole: Path, shelf: Path) -> None:
     checkpoint = whole / "checkpoints" / "step=2.ckpt"
-    done = run("train.py", *QUICK, f"ckpt_path='{checkpoint}'", "drafter.block_size=8", folder=shelf)
+    done = run("train.py", *QUICK, f"ckpt_path='{checkpoint}'", "drafter.block_size=6", folder=shelf)
     assert done.returncode == 2
     assert (
-        done.stderr.strip().splitlines()[-1].startswith("error: ckpt_path: the checkpoint has drafter.block_size=6, this run 8")
+        done.stderr.strip().splitlines()[-1].startswith("error: ckpt_path: the checkpoint has drafter.block_size=8, this run 6")
     )
 
 
@@ -135,9 +136,9 @@ def test_warm_start_from_an_export(whole: Path, shelf: Path) -> None:
 
     before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (whole, started))
     assert all(torch.allclose(value.float(), after[name].float(), atol=1e-5) for name, value in before.items())
-    done = run("train.py", *QUICK, f"drafter.init_from={whole / 'drafter'}", "drafter.block_size=8", folder=shelf)
+    done = run("train.py", *QUICK, f"drafter.init_from={whole / 'drafter'}", "drafter.block_size=6", folder=shelf)
     assert done.returncode == 2
-    assert "error: drafter.init_from: that drafter has block_size=6, this run 8" in done.stderr
+    assert "error: drafter.init_from: that drafter has block_size=8, this run 6" in done.stderr
 
 
 def test_progress_in_a_terminal(shelf: Path) -> None:
@@ -161,6 +162,56 @@ def test_progress_in_a_terminal(shelf: Path) -> None:
     assert process.returncode == 0, shown[-3000:]
     assert b"train: 100%" in shown
     assert b"Ktok/s" in shown
+
+
+def test_everything_optional_can_be_left_out(shelf: Path) -> None:
+    off = [
+        "callbacks.checkpoint=null",
+        "callbacks.export=null",
+        "callbacks.acceptance=null",
+        "trainer.enable_progress_bar=false",
+    ]
+    folder = train(
+        *off,
+        "logger.csv=null",
+        "evaluation.temperatures=[1.0]",
+        "trainer.accumulate_grad_batches=2",
+        folder=shelf,
+        WANDB_MODE="disabled",
+    )
+    assert not list(folder.rglob("*.ckpt"))
+    assert not list(folder.rglob("*.wandb"))
+    assert (folder / "drafter" / "model.safetensors").exists()
+    summary = summary_of(folder)
+    assert summary["tau_t1"] >= 1.0
+    assert "tau T=1 " in (folder / "stdout.txt").read_text()
+
+
+def test_ctrl_c_ends_with_a_word_and_130(shelf: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(shelf / "cache"), "OMP_NUM_THREADS": "1"}
+    folder = shelf / "runs" / "interrupted"
+    command = [
+        sys.executable,
+        "train.py",
+        *QUICK,
+        "trainer.max_steps=4000",
+        "logger=csv",
+        f"hydra.run.dir={folder}",
+        "callbacks.progress.lines=4000",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 3/"):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+        process.wait(timeout=60)
+    assert process.returncode == 130, rest
+    assert "interrupted; ckpt_path=" in rest
+    assert "Traceback" not in rest
 
 
 def test_own_prompts(shelf: Path) -> None:

@@ -45,6 +45,12 @@ def _evaluate(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     if args.device == "cuda" and device.type != "cuda":
         raise UserError("--device cuda: torch sees no GPU here")
+    positions = int(getattr(info.text, "max_position_embeddings", 0) or 0)
+    longest = max(len(prompt.input_ids) for prompt in prompts) + args.max_new_tokens + drafter.config.block_size
+    if positions and longest > positions:
+        raise UserError(
+            f"--max-new-tokens {args.max_new_tokens}: prompts and responses come to {longest} tokens, the target has {positions}"
+        )
     target = FrozenTarget.load(info, device=device)
     drafter = drafter.to(device, target.dtype)
     made_for = drafter.config.target_fingerprint
@@ -92,7 +98,11 @@ def _table(results: Sequence[Acceptance]) -> Table:
     for heading in ("T", "tau", "tokens/s plain", "tokens/s drafted", "ratio", "as the target"):
         table.add_column(heading, justify="right")
     for r in results:
-        same = "sampled" if r.identical is None else f"{r.identical}/{r.prompts}"
+        same = (
+            "sampled"
+            if r.identical is None
+            else f"{r.identical}/{r.prompts}" + (f" + {r.near_ties} ties" if r.near_ties else "")
+        )
         ratio = r.tokens_per_s_drafted / r.tokens_per_s_plain
         table.add_row(
             f"{r.temperature:g}",

@@ -48,8 +48,11 @@ def run_command(command: Callable[[], Any]) -> int:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit) as error:
+        # Lightning makes a SystemExit of Ctrl-C after it has shut down.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        print("interrupted; ckpt_path=RUN/checkpoints/last.ckpt goes on from the last checkpoint", file=sys.stderr)
         return 130
     finally:
         if chosen is None:

@@ -20,7 +20,7 @@ __all__ = ["TrainConfig", "register"]
 
 @dataclass
 class TargetSection:
-    path: str = "embedded"  # a Hugging Face folder or name, or "embedded"
+    path: str = MISSING  # a Hugging Face folder or name, or "embedded"
     dtype: Optional[str] = None  # float32 on a CPU, else bfloat16
     attention: str = "sdpa"  # Hugging Face attention implementation
     trust_remote_code: bool = False
@@ -29,7 +29,7 @@ class TargetSection:
 
 @dataclass
 class DrafterSection:
-    block_size: int = 6  # slots a block, the anchor included
+    block_size: int = 8  # slots a block, the anchor included
     layers: int = 2
     features: int = 3  # target layers it reads
     anchors: int = 32  # blocks a row
@@ -40,7 +40,7 @@ class DrafterSection:
     num_key_value_heads: Optional[int] = None  # the target's
     head_dim: Optional[int] = None  # the target's
     causal: bool = False  # slots see only slots up to their own
-    rope_parameters: Optional[dict[str, Any]] = None  # the target's
+    rope_parameters: dict[str, Any] = field(default_factory=dict)  # empty: the target's
     initializer_range: Optional[float] = None  # the target's, more below a width of 1024
     init_from: Optional[str] = None  # folder of an exported drafter to start from
     dense_limit_gib: float = 4.0  # refuse dense attention beyond this
@@ -66,7 +66,7 @@ class OptimizerSection:
 
 @dataclass
 class DataSection:
-    prompts: Optional[str] = None  # a .jsonl or .txt file; None: the standard library's sources
+    prompts: Optional[str] = MISSING  # a .jsonl or .txt file; None: the standard library's sources
     held_out_share: float = 0.1  # of a prompts file; the standard library has its own split
     train_prompts: int = 768  # at most
     val_prompts: int = 48
@@ -87,7 +87,7 @@ class PlacementSection:
 
 @dataclass
 class TrainerSection:
-    max_steps: int = 900
+    max_steps: int = 650
     accelerator: str = "auto"  # auto | cpu | gpu
     devices: int = 1
     precision: Optional[str] = None  # 32-true on a CPU, else bf16-mixed (fp32 masters either way)
@@ -103,8 +103,8 @@ class TrainerSection:
 
 @dataclass
 class EvaluationSection:
-    prompts: int = 16  # held-out prompts decoded after training
-    max_new_tokens: int = 80
+    prompts: int = 12  # held-out prompts decoded after training
+    max_new_tokens: Optional[int] = None  # data.response_tokens: as long as what was trained on
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
     tree_budgets: list[int] = field(default_factory=lambda: [16, 64, 256])
 

@@ -22,7 +22,7 @@ from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 
-__all__ = ["drafter_from_checkpoint", "load_drafter", "save_drafter", "served_config"]
+__all__ = ["drafter_from_checkpoint", "load_drafter", "read_config", "save_drafter", "served_config"]
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
@@ -80,9 +80,15 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, auto_map: bool = False
     """Write ``folder`` (replaced if it exists); complete or not at all.
 
     Raises:
-        UserError: if a weight is not finite, naming its tensor.
+        UserError: if a weight is not finite, naming its tensor, or ``folder`` holds anything but an export.
     """
     folder = Path(folder)
+    if folder.exists():
+        # It is going to be replaced: only ever another export.
+        if not folder.is_dir():
+            raise UserError(f"{folder}: is a file; name a folder to export to")
+        if other := {path.name for path in folder.iterdir()} - {_WEIGHTS, _CONFIG}:
+            raise UserError(f"{folder}: holds {sorted(other)[0]!r}, which is no exported drafter; name a new folder")
     weights: dict[str, Tensor] = {}
     for name, value in drafter.state_dict().items():
         if not bool(value.isfinite().all()):
@@ -94,7 +100,9 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, auto_map: bool = False
         save_file(weights, made / _WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(served_config(drafter.config, auto_map=auto_map), indent=2)
         (made / _CONFIG).write_text(text + "\n", encoding="utf-8")
+        # Temporary folders and safetensors files are private; a server runs as another user.
         made.chmod(0o755)
+        (made / _WEIGHTS).chmod(0o644)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
             os.replace(folder, old / "old")
@@ -112,7 +120,9 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, auto_map: bool = False
     return folder
 
 
-def _read_config(folder: Path) -> DrafterConfig:
+def read_config(folder: str | Path) -> DrafterConfig:
+    """The ``config.json`` of an exported folder; UserError naming file and field where it is wrong."""
+    folder = Path(folder)
     path = folder / _CONFIG
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +180,7 @@ def load_drafter(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> D
         UserError: naming the file and field or tensor that is missing, superfluous, of the wrong shape, or not finite.
     """
     folder = Path(folder)
-    config = _read_config(folder)
+    config = read_config(folder)
     path = folder / _WEIGHTS
     try:
         weights = load_file(path)

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import transformers
+import wandb
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -30,7 +32,7 @@ from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.documents import Document
 from dflash_lit.data.packing import pack
 from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
-from dflash_lit.data.respond import Responses, respond
+from dflash_lit.data.respond import Responses, is_repetitive, respond
 from dflash_lit.decode.acceptance import measure, round_samples
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
@@ -107,6 +109,14 @@ class Job:
         self.phases: dict[str, float] = {}
         self.started = time.monotonic()
 
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the W&B run, so that the next job of a sweep starts its own."""
+        if wandb.run is not None:
+            wandb.finish(exit_code=0 if kind is None else 1)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the run."""
@@ -131,6 +141,8 @@ class Job:
             made[section] = []
             for name, node in getattr(self.cfg, section).items():
                 if node is None:  # `callbacks.acceptance=null` leaves it out
+                    continue
+                if name == "wandb" and os.environ.get("WANDB_MODE") == "disabled":
                     continue
                 try:
                     value = instantiate(node, _convert_="all")
@@ -166,18 +178,19 @@ class Job:
             val = decoded = train
         return train, val, decoded[:evaluated]
 
-    def _refuse_mask_token(self, documents: list[Document]) -> None:
+    def _refuse_mask_token(self, prompts: list[Prompt]) -> None:
         mask = self.plan.drafter.mask_token_id
-        for document in documents:
-            if (document.input_ids == mask).any():
+        for prompt in prompts:
+            if mask in prompt.input_ids:
                 raise UserError(
-                    f"drafter.mask_token_id={mask} occurs in the data (document {document.name!r}); choose a reserved id that is never text"
+                    f"drafter.mask_token_id={mask} occurs in the data (prompt {prompt.name!r}); choose a reserved id that is never text"
                 )
 
     def data(self, target: FrozenTarget) -> JobData:
         """Prompts, the target's responses to them, packed rows."""
         data = self.cfg.data
         train, val, decoded = self._prompts(target)
+        self._refuse_mask_token([*train, *val, *decoded])
         everything = respond(
             target,
             [*train, *val] if not data.validate_on_train else train,
@@ -187,11 +200,12 @@ class Job:
             seed=self.cfg.seed,
             cache_dir=cache_folder(data.cache_dir) / "responses",
         )
-        self._refuse_mask_token(everything.documents)
+        # A sampled mask token is a one in a million accident: the document is dropped, not the run.
+        documents = [d for d in everything.documents if not (d.input_ids == self.plan.drafter.mask_token_id).any()]
         names = {prompt.name for prompt in val}
-        sides = (
-            [d for d in everything.documents if data.validate_on_train or d.name not in names],
-            [d for d in everything.documents if d.name in names],
+        sides: tuple[list[Document], list[Document]] = (
+            [d for d in documents if data.validate_on_train or d.name not in names],
+            [d for d in documents if d.name in names],
         )
         rows = [pack(side, data.row_tokens, seed=self.cfg.seed, pad_id=self.plan.info.pad_id) for side in sides]
         module = RowDataModule(rows[0], rows[1], data.rows_per_batch, self.cfg.seed)
@@ -225,10 +239,6 @@ class Job:
         )
         if cfg.drafter.init_from is not None:
             warm = load_drafter(cfg.drafter.init_from)
-            for name in ("block_size", "mask_token_id", "target_layer_ids", "hidden_size", "num_hidden_layers", "causal"):
-                theirs, ours = getattr(warm.config, name), getattr(module.config, name)
-                if theirs != ours:
-                    raise UserError(f"drafter.init_from: that drafter has {name}={theirs}, this run {ours}; set them equal")
             module.drafter.load_state_dict(warm.state_dict())
         size = sum(p.numel() for p in module.drafter.parameters())
         self.console.print(
@@ -241,6 +251,10 @@ class Job:
     def trainer(self, target: FrozenTarget, callbacks: list[Callback], loggers: list[Logger]) -> L.Trainer:
         """Lightning's Trainer with the placement as its strategy."""
         settings = self.cfg.trainer
+        if not settings.enable_progress_bar:
+            callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
+        if not loggers:
+            callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
         strategy = ColocatedStrategy(target, self.plan.drafter.target_layer_ids, self.plan.device)
         return L.Trainer(
             accelerator="gpu" if self.plan.device.type == "cuda" else "cpu",
@@ -258,6 +272,7 @@ class Job:
             log_every_n_steps=settings.log_every_n_steps,
             enable_progress_bar=settings.enable_progress_bar,
             enable_model_summary=False,
+            enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
             callbacks=callbacks,
             logger=loggers,
             default_root_dir=self.folder,
@@ -267,10 +282,9 @@ class Job:
 
     def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
         """Decode for real with the *exported* drafter and put all figures together; writes ``summary.json``."""
-        export = self.folder / "drafter"
-        if not export.exists():
-            save_drafter(module.drafter, export)
-        drafter = load_drafter(export).to(self.plan.device)
+        made = [Path(c.folder) for c in trainer.callbacks if getattr(c, "folder", None) and type(c).__name__ == "Export"]  # type: ignore[attr-defined]
+        export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
+        drafter = load_drafter(export).to(self.plan.device, target.dtype)
         settings = self.cfg.evaluation
         summary: dict[str, Any] = {}
         for temperature in settings.temperatures:
@@ -278,7 +292,7 @@ class Job:
                 target,
                 drafter,
                 data.eval_prompts,
-                max_new_tokens=settings.max_new_tokens,
+                max_new_tokens=self.plan.max_new_tokens,
                 temperature=temperature,
                 seed=self.cfg.seed,
             )
@@ -294,6 +308,8 @@ class Job:
             if got.lossless is not None:
                 summary["lossless"] = got.lossless
                 summary["lossless_prompts"] = f"{got.identical}/{got.prompts}"
+                summary["lossless_near_ties"] = got.near_ties
+                summary["greedy_repetitive"] = sum(is_repetitive(np.array(d.ids)) for d in got.drafted)
                 samples = round_samples(target, data.eval_prompts, got.drafted, 3)
                 summary["samples"] = [
                     {"prompt": s.prompt, "rounds": [{"text_accepted": a, "text_bonus": b} for a, b in s.rounds]}
@@ -305,6 +321,7 @@ class Job:
             "train_loss": float(trainer.callback_metrics.get("train/loss", math.nan)),
             "steps": trainer.global_step,
             "target": self.plan.info.path,
+            "validated_on_train": self.cfg.data.validate_on_train,
             "block_size": self.plan.drafter.block_size,
             "objective": self.plan.objective.weights,
             "drafter_parameters": sum(p.numel() for p in module.drafter.parameters()),
@@ -325,7 +342,7 @@ class Job:
         """Tau of a drafter with fresh random weights on a few of the same prompts: the floor."""
         drafter = Drafter(self.plan.drafter).to(self.plan.device)
         few = data.eval_prompts[:4]
-        return measure(target, drafter, few, max_new_tokens=self.cfg.evaluation.max_new_tokens // 2, plain=False).tau
+        return measure(target, drafter, few, max_new_tokens=min(self.plan.max_new_tokens, 48), plain=False).tau
 
     def close(self, summary: dict[str, Any], trainer: L.Trainer) -> None:
         """Write ``summary.json`` and ``report.html``, log the summary, print the table."""
@@ -339,7 +356,7 @@ class Job:
         metrics_file = self.folder / "csv" / "metrics.csv"
         metrics = load_metrics(metrics_file) if metrics_file.is_file() else {}
         report = write_report(self.folder / "report.html", summary, metrics, config)
-        numbers = {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float)}
+        numbers = {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         for logger in trainer.loggers:
             if type(logger).__name__ == "WandbLogger":
                 logger.experiment.summary.update(numbers)  # type: ignore[attr-defined]

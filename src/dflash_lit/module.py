@@ -224,11 +224,17 @@ class DrafterModule(L.LightningModule):
         """
         saved = checkpoint["hyper_parameters"]
         compared = {f"drafter.{name}": (saved["drafter"].get(name), value) for name, value in self.config.to_dict().items()}
+        # Chunking and the form of checkpointing change memory, not results.
+        for name in ("weights", "gamma", "alpha"):
+            compared[f"objective.{name}"] = (saved["objective"].get(name), self.objective.to_dict()[name])
         compared |= {
-            f"objective.{name}": (saved["objective"].get(name), value) for name, value in self.objective.to_dict().items()
+            "drafter.anchors": (saved.get("anchors"), self.anchors),
+            "seed": (saved.get("seed"), self.seed),
+            "optimizer.kind": (saved.get("optimizer"), self.optimizer_kind),
         }
-        for key, name in (("drafter.anchors", "anchors"), ("seed", "seed"), ("optimizer.kind", "optimizer")):
-            compared[key] = (saved.get(name), self.hparams[name])
+        # Lightning restores these with the optimizer, so another value would silently have no effect.
+        for name in ("lr", "betas", "weight_decay"):
+            compared[f"optimizer.{name}"] = (saved.get(name), self.hparams[name])
         for key, (then, now) in compared.items():
             if then != now:
                 raise UserError(

@@ -5,6 +5,7 @@ Only the target's config and tokenizer are read here. Every impossible combinati
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dflash_lit.attention.dense import refuse_large
 from dflash_lit.config import DrafterSection, TrainConfig
 from dflash_lit.drafter.config import DrafterConfig, feature_layers
 from dflash_lit.errors import UserError
+from dflash_lit.export import drafter_from_checkpoint, read_config
 from dflash_lit.objective.config import Objective
 from dflash_lit.target.frozen import TargetInfo
 
@@ -34,6 +36,7 @@ class Plan:
     dtype: torch.dtype
     precision: str
     val_every: int
+    max_new_tokens: int
 
 
 def _positive(section: str, values: object, *names: str) -> None:
@@ -110,13 +113,14 @@ def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
         raise UserError(
             f"data.response_tokens={data.response_tokens}: no token would be supervised after an anchor; use 2 or more"
         )
-    if data.temperature < 0:
+    if not 0 <= data.temperature < math.inf:
         raise UserError(f"data.temperature={data.temperature:g}: must be 0 (greedy) or positive")
     if not 0 < data.held_out_share < 1:
         raise UserError(f"data.held_out_share={data.held_out_share:g}: must lie between 0 and 1")
     most = int(getattr(info.text, "max_position_embeddings", 0) or 0)
     longest = max(
-        data.prompt_tokens + data.response_tokens, data.prompt_tokens + cfg.evaluation.max_new_tokens + cfg.drafter.block_size
+        data.prompt_tokens + data.response_tokens,
+        data.prompt_tokens + (cfg.evaluation.max_new_tokens or data.response_tokens) + cfg.drafter.block_size,
     )
     if most and longest > most:
         raise UserError(
@@ -139,17 +143,33 @@ def make_plan(cfg: TrainConfig) -> Plan:
         raise UserError(f"placement.kind={cfg.placement.kind!r}: only colocated is available")
     if cfg.trainer.devices != 1:
         raise UserError(f"trainer.devices={cfg.trainer.devices}: placement.kind=colocated runs target and drafter on 1 device")
-    _positive("trainer", cfg.trainer, "max_steps", "accumulate_grad_batches", "log_every_n_steps", "val_every", "threads")
-    _positive("drafter", cfg.drafter, "layers", "anchors")
+    _positive(
+        "trainer",
+        cfg.trainer,
+        "max_steps",
+        "accumulate_grad_batches",
+        "log_every_n_steps",
+        "val_every",
+        "threads",
+        "limit_val_batches",
+    )
+    drafter_sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    _positive("drafter", cfg.drafter, "layers", "anchors", *drafter_sizes)
+    if cfg.drafter.initializer_range is not None and cfg.drafter.initializer_range <= 0:
+        raise UserError(f"drafter.initializer_range={cfg.drafter.initializer_range:g}: must be positive, or null")
     _positive("evaluation", cfg.evaluation, "prompts", "max_new_tokens")
     if not cfg.evaluation.tree_budgets or min(cfg.evaluation.tree_budgets) < 1:
         raise UserError("evaluation.tree_budgets: give at least one budget, each 1 or more")
-    if any(t < 0 for t in cfg.evaluation.temperatures):
+    if any(not 0 <= t < math.inf for t in cfg.evaluation.temperatures):
         raise UserError("evaluation.temperatures: must be 0 (greedy) or positive")
     if cfg.optimizer.kind not in ("adamw", "muon"):
         raise UserError(f"optimizer.kind={cfg.optimizer.kind!r}: choose adamw or muon")
-    if cfg.optimizer.lr <= 0:
+    if not 0 < cfg.optimizer.lr < math.inf:
         raise UserError(f"optimizer.lr={cfg.optimizer.lr:g}: must be positive")
+    if not 0 <= cfg.optimizer.weight_decay < math.inf:
+        raise UserError(f"optimizer.weight_decay={cfg.optimizer.weight_decay:g}: must be 0 or positive")
+    if cfg.trainer.gradient_clip_val is not None and cfg.trainer.gradient_clip_val <= 0:
+        raise UserError(f"trainer.gradient_clip_val={cfg.trainer.gradient_clip_val:g}: must be positive, or null for none")
     if not 0 <= cfg.optimizer.warmup < 1:
         raise UserError(f"optimizer.warmup={cfg.optimizer.warmup:g}: is a share of the steps, 0 <= share < 1")
     if len(cfg.optimizer.betas) != 2 or not all(0 <= b < 1 for b in cfg.optimizer.betas):
@@ -160,9 +180,12 @@ def make_plan(cfg: TrainConfig) -> Plan:
         )
     if cfg.target.dtype not in (None, *_DTYPES):
         raise UserError(f"target.dtype={cfg.target.dtype!r}: choose {', '.join(_DTYPES)}")
-    for key, path in (("ckpt_path", cfg.ckpt_path), ("drafter.init_from", cfg.drafter.init_from)):
-        if path is not None and not Path(path).exists():
-            raise UserError(f"{key}={path!r}: no such file or folder")
+    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
+        raise UserError(f"ckpt_path={cfg.ckpt_path!r}: no such file; give a .ckpt file from a run's checkpoints folder")
+    if cfg.drafter.init_from is not None and not Path(cfg.drafter.init_from).is_dir():
+        raise UserError(f"drafter.init_from={cfg.drafter.init_from!r}: no such folder; give that of an exported drafter")
+    if cfg.seed < 0:
+        raise UserError(f"seed={cfg.seed}: must be 0 or more")
     objective = Objective(
         weights=cfg.objective.weights,
         gamma=cfg.objective.gamma,
@@ -179,6 +202,22 @@ def make_plan(cfg: TrainConfig) -> Plan:
     info = TargetInfo.load(cfg.target.path, trust_remote_code=cfg.target.trust_remote_code)
     _check_data(cfg, info)
     drafter = derive_drafter(cfg.drafter, info)
+    if cfg.drafter.init_from is not None:
+        warm = read_config(cfg.drafter.init_from)
+        for name in (
+            "block_size",
+            "mask_token_id",
+            "target_layer_ids",
+            "hidden_size",
+            "num_hidden_layers",
+            "vocab_size",
+            "causal",
+        ):
+            theirs, ours = getattr(warm, name), getattr(drafter, name)
+            if theirs != ours:
+                raise UserError(f"drafter.init_from: that drafter has {name}={theirs}, this run {ours}; set them equal")
+    if cfg.ckpt_path is not None:
+        drafter_from_checkpoint(cfg.ckpt_path)  # refuses what is no checkpoint before any work is done
     queries = cfg.drafter.anchors * cfg.drafter.block_size
     refuse_large(
         cfg.data.rows_per_batch, drafter.num_attention_heads, queries, cfg.data.row_tokens, cfg.drafter.dense_limit_gib
@@ -190,5 +229,6 @@ def make_plan(cfg: TrainConfig) -> Plan:
         device=device,
         dtype=_DTYPES[cfg.target.dtype] if cfg.target.dtype else (torch.float32 if device.type == "cpu" else torch.bfloat16),
         precision=cfg.trainer.precision or ("32-true" if device.type == "cpu" else "bf16-mixed"),
-        val_every=cfg.trainer.val_every or max(cfg.trainer.max_steps // 5, 1),
+        val_every=min(cfg.trainer.val_every or max(cfg.trainer.max_steps // 5, 1), cfg.trainer.max_steps),
+        max_new_tokens=cfg.evaluation.max_new_tokens or cfg.data.response_tokens,
     )

@@ -22,7 +22,17 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_lit.errors import UserError
-from dflash_lit.report_page import Metrics, decimal, duration_text, lossless_text, number, page, speed_text, tree_text
+from dflash_lit.report_page import (
+    Metrics,
+    decimal,
+    duration_text,
+    lossless_text,
+    number,
+    page,
+    sampled_at,
+    speed_text,
+    tree_text,
+)
 
 __all__ = ["closing_table", "load_metrics", "main", "write_report"]
 
@@ -73,11 +83,11 @@ def closing_table(summary: Mapping[str, Any], report: str | Path | None = None) 
     table.add_column(overflow="fold", max_width=46)
     rows = [
         ("tau greedy (incl. bonus)", decimal(summary, "tau_greedy")),
-        ("tau T=0.7 (incl. bonus)", decimal(summary, "tau_t0.7")),
+        *((f"tau T={t} (incl. bonus)", decimal(summary, f"tau_t{t}")) for t in sampled_at(summary)),
         ("tau untrained (incl. bonus)", decimal(summary, "tau_untrained")),
         ("lossless", lossless_text(summary)),
         ("tokens/s greedy", speed_text(summary, "")),
-        ("tokens/s T=0.7", speed_text(summary, "_t0.7")),
+        *((f"tokens/s T={t}", speed_text(summary, f"_t{t}")) for t in sampled_at(summary)),
         ("chain EAL (incl. bonus)", decimal(summary, "val/chain_eal")),
         ("tree EAL (incl. bonus)", tree_text(summary)),
         ("wall time", duration_text(number(summary, "wall_s"))),

@@ -6,13 +6,14 @@ One page that loads nothing: styles, figures and text are inside. Everything tha
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from dflash_lit import pictures
 
-__all__ = ["decimal", "duration_text", "lossless_text", "number", "page", "speed_text", "tree_text"]
+__all__ = ["decimal", "duration_text", "lossless_text", "number", "page", "sampled_at", "speed_text", "tree_text"]
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
 NOT_MEASURED = "not measured"
@@ -43,11 +44,19 @@ def duration_text(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def sampled_at(summary: Mapping[str, Any]) -> list[str]:
+    """The temperatures above 0 that were decoded at, as their keys spell them; 0.7 where none was."""
+    found = [key.removeprefix("tau_t") for key in summary if re.fullmatch(r"tau_t[0-9.e+-]+", key)]
+    return found or ["0.7"]
+
+
 def lossless_text(summary: Mapping[str, Any]) -> str:
     verdict, prompts = summary.get("lossless"), summary.get("lossless_prompts")
     if not isinstance(verdict, bool):
         return NOT_MEASURED
-    return ("yes" if verdict else "NO") + (f", {prompts} prompts identical" if prompts else "")
+    ties = summary.get("lossless_near_ties")
+    rounding = f", {ties} more differ by rounding at a tie" if ties else ""
+    return ("yes" if verdict else "NO") + (f", {prompts} prompts identical{rounding}" if prompts else "")
 
 
 def ratio_text(summary: Mapping[str, Any], suffix: str) -> str | None:
@@ -110,9 +119,14 @@ def _cards(summary: Mapping[str, Any]) -> str:
     meaning = (
         "How many tokens each target pass yields instead of 1 (greedy decoding of held-out prompts, bonus token included)."
     )
+    if summary.get("validated_on_train"):
+        meaning = meaning.replace("held-out prompts", "prompts it was TRAINED on")
+    if loops := number(summary, "greedy_repetitive"):
+        meaning += f" {loops:.0f} of the greedy responses end in a short cycle, as small models' do, which is easy to draft."
     if tau is not None:
         meaning = meaning.replace("How many tokens each target pass yields", f"Each target pass yields {tau:.2f} tokens")
-    speed = f"Plain decoding -> drafted, greedy, on this machine. T=0.7: {speed_text(summary, '_t0.7')}."
+    speed = "Plain decoding -> drafted, greedy, on this machine."
+    speed += "".join(f" T={t}: {speed_text(summary, f'_t{t}')}." for t in sampled_at(summary))
     if ratio and "slower" in ratio:
         speed += " Where it is slower, drafting costs more time than the saved target passes give back."
     same = "Whether the drafted greedy output equals the target's own, token by token: a drafter may change speed, never text."
@@ -122,8 +136,16 @@ def _cards(summary: Mapping[str, Any]) -> str:
     tree = "The same for a tree of drafts that the target verifies in one pass, by its number of nodes."
     cards = [
         ("big", "tau, greedy (incl. bonus)", decimal(summary, "tau_greedy"), meaning),
-        ("", "tau at T=0.7 (incl. bonus)", decimal(summary, "tau_t0.7"), "The same, with sampling at temperature 0.7."),
-        ("", "tau untrained (incl. bonus)", decimal(summary, "tau_untrained"), "The same drafter before training, greedy."),
+        *(
+            ("", f"tau at T={t} (incl. bonus)", decimal(summary, f"tau_t{t}"), f"The same, with sampling at temperature {t}.")
+            for t in sampled_at(summary)
+        ),
+        (
+            "",
+            "tau untrained (incl. bonus)",
+            decimal(summary, "tau_untrained"),
+            "The same with fresh random weights: the floor.",
+        ),
         ("bad" if lossless is False else "", "lossless", lossless_text(summary), same),
         ("", "tokens/s", speed_text(summary, ""), speed),
         ("", "chain EAL (incl. bonus)", decimal(summary, "val/chain_eal"), chain),

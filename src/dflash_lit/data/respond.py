@@ -28,6 +28,7 @@ from transformers import GenerationConfig
 from dflash_lit.data.documents import Document
 from dflash_lit.data.prompts import Prompt
 from dflash_lit.errors import UserError
+from dflash_lit.target.frozen import generation_settings
 
 __all__ = ["RespondingTarget", "Responses", "is_repetitive", "respond"]
 
@@ -210,7 +211,7 @@ def _generate(
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].input_ids))
     texts: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * len(prompts)
     tokens, began = 0, time.perf_counter()
-    with _generation_config(target.model, plain), tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
+    with generation_settings(target.model, plain), tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
         bar.set_description("responses")
         for number, first in enumerate(range(0, len(order), batch_size)):
             chosen = order[first : first + batch_size]
@@ -230,20 +231,6 @@ def _generate(
             bar.update(len(chosen))
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
     return texts
-
-
-@contextmanager
-def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Let ``model`` generate by ``config`` alone.
-
-    ``generate`` fills what a given configuration leaves open from the model's own, which often holds a nucleus or penalties.
-    """
-    before = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 @contextmanager

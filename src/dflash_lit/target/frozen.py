@@ -16,11 +16,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from dflash_lit.errors import UserError
 
-__all__ = ["EMBEDDED", "FrozenTarget", "TargetEnds", "TargetInfo", "document_mask"]
+__all__ = ["EMBEDDED", "FrozenTarget", "TargetEnds", "TargetInfo", "document_mask", "generation_settings"]
 
 EMBEDDED = "embedded"
 """The name under which the shipped target is found."""
@@ -59,6 +66,8 @@ class TargetInfo:
                 f"target.path={path!r}: no usable model there ({reason}); give a folder in Hugging Face layout, "
                 f"a name on a reachable hub, or {EMBEDDED!r}"
             ) from error
+        if not tokenizer("a")["input_ids"]:  # Transformers makes an empty one up where the files are missing
+            raise UserError(f"target.path={path!r}: has no tokenizer; its files belong into the same folder")
         text = config.get_text_config()
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         if other := kinds - {"full_attention", "sliding_attention"}:
@@ -137,6 +146,21 @@ def document_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
     return (same & allowed)[:, None]
 
 
+@contextmanager
+def generation_settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Let ``model.generate`` go by ``settings`` alone.
+
+    It fills what a given configuration leaves open from the model's own, which often holds a nucleus or penalties: then
+    "greedy" would not be the argmax.
+    """
+    before = model.generation_config
+    model.generation_config = settings
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
 class FrozenTarget:
     """A causal language model without gradients that hands out the outputs of chosen decoder layers.
 
@@ -211,8 +235,9 @@ class FrozenTarget:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a response, from the generation config or the tokenizer."""
+        """Ids that end a response: of the generation config, else of the model, else of the tokenizer."""
         ids = self.model.generation_config.eos_token_id
+        ids = getattr(self.info.text, "eos_token_id", None) if ids is None else ids
         ids = self.tokenizer.eos_token_id if ids is None else ids
         if ids is None:
             return ()
