@@ -237,8 +237,7 @@ def test_damage_is_named(folder: Path, damage: str) -> None:
 # -- writing
 
 
-def test_an_existing_folder_is_replaced_whole(folder: Path) -> None:
-    (folder / "stray.txt").write_text("old")
+def test_an_existing_export_is_replaced_whole(folder: Path) -> None:
     save_drafter(lively_drafter(drafter_config(), seed=5), folder)
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
     assert os.listdir(folder.parent) == [folder.name]

@@ -6,13 +6,15 @@ Hydra checks names and types against it while composing; :mod:`dflash_lit.plan` 
 
 from __future__ import annotations
 
+import netrc
+import os
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
-__all__ = ["TrainConfig", "register"]
+__all__ = ["TrainConfig", "register", "wandb_offline"]
 
 # OmegaConf reads these annotations at run time and wants Optional[...] rather than "| None" in older versions.
 # ruff: noqa: UP045
@@ -68,12 +70,12 @@ class OptimizerSection:
 class DataSection:
     prompts: Optional[str] = MISSING  # a .jsonl or .txt file; None: the standard library's sources
     held_out_share: float = 0.1  # of a prompts file; the standard library has its own split
-    train_prompts: int = 768  # at most
+    train_prompts: int = 640  # at most
     val_prompts: int = 48
     prompt_tokens: int = 48
     response_tokens: int = 208
     temperature: float = 0.7  # of the target's responses: near the one it will be served at
-    responses_per_batch: int = 272  # prompts generated for at a time
+    responses_per_batch: int = 230  # prompts generated for at a time
     row_tokens: int = 256
     rows_per_batch: int = 4
     validate_on_train: bool = False  # for debug=overfit
@@ -87,7 +89,7 @@ class PlacementSection:
 
 @dataclass
 class TrainerSection:
-    max_steps: int = 650
+    max_steps: int = 500
     accelerator: str = "auto"  # auto | cpu | gpu
     devices: int = 1
     precision: Optional[str] = None  # 32-true on a CPU, else bf16-mixed (fp32 masters either way)
@@ -103,7 +105,7 @@ class TrainerSection:
 
 @dataclass
 class EvaluationSection:
-    prompts: int = 12  # held-out prompts decoded after training
+    prompts: int = 10  # held-out prompts decoded after training
     max_new_tokens: Optional[int] = None  # data.response_tokens: as long as what was trained on
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
     tree_budgets: list[int] = field(default_factory=lambda: [16, 64, 256])
@@ -132,6 +134,20 @@ class TrainConfig:
     optimized_metric: Optional[str] = None  # key of summary.json that a sweeper maximises
 
 
+def wandb_offline() -> bool:
+    """Whether W&B has to stay offline: no key in the environment or in ``~/.netrc``, and no mode asked for."""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode != "online"
+    if os.environ.get("WANDB_API_KEY"):
+        return False
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is None
+    except (OSError, netrc.NetrcParseError):
+        return True
+
+
 def register() -> None:
-    """Make the schema known to Hydra under the name ``schema``."""
+    """Make the schema known to Hydra under the name ``schema``, and the resolver that conf/logger/wandb.yaml uses."""
+    # A resolver, so that `--cfg job` shows the key and not one machine's answer.
+    OmegaConf.register_new_resolver("wandb_offline", wandb_offline, replace=True)
     ConfigStore.instance().store(name="schema", node=TrainConfig)

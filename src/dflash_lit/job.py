@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import netrc
 import os
 import resource
 import sys
@@ -43,7 +42,7 @@ from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
 from dflash_lit.target.frozen import FrozenTarget
 
-__all__ = ["Job", "cache_folder", "load_target", "quiet_libraries", "wandb_offline"]
+__all__ = ["Job", "cache_folder", "load_target", "quiet_libraries"]
 
 
 def quiet_libraries() -> None:
@@ -58,22 +57,6 @@ def quiet_libraries() -> None:
 def cache_folder(chosen: str | None) -> Path:
     """``data.cache_dir``, else the user's cache folder."""
     return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lit").expanduser()
-
-
-def wandb_offline() -> bool:
-    """Whether W&B has to stay offline: no key in the environment or in ``~/.netrc``, and no mode asked for."""
-    if mode := os.environ.get("WANDB_MODE"):
-        return mode != "online"
-    if os.environ.get("WANDB_API_KEY"):
-        return False
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is None
-    except (OSError, netrc.NetrcParseError):
-        return True
-
-
-# conf/logger/wandb.yaml asks for it; a resolver, so that `--cfg job` shows the key and not one machine's answer.
-OmegaConf.register_new_resolver("wandb_offline", wandb_offline, replace=True)
 
 
 def load_target(plan: Plan, cfg: TrainConfig) -> FrozenTarget:

@@ -91,7 +91,6 @@ def measure(
     task = progress.add_task(f"decode T={temperature:g}", total=len(prompts)) if progress else None
     drafted: list[Decoded] = []
     own: list[Decoded] = []
-    verdicts: list[str] = []
     with decoding(drafter):
         if plain and prompts:  # the first passes of a process pay for set-up that is nobody's speed
             decode_chain(target, drafter, list(prompts[0]), 4)
@@ -108,10 +107,13 @@ def measure(
             drafted.append(decode_chain(target, drafter, ids, max_new_tokens, generator=generator(0), **arguments))
             if plain:
                 own.append(decode_plain(target, ids, max_new_tokens, generator=generator(1), **arguments))
-                if temperature == 0:
-                    verdicts.append(_compare(target, ids, drafted[-1].ids, _generate(target, ids, max_new_tokens)))
             if progress and task is not None:
                 progress.advance(task)
+    verdicts: list[str] = []
+    if plain and temperature == 0:
+        references = _generate(target, prompts, max_new_tokens)
+        for prompt, response, reference in zip(prompts, drafted, references, strict=True):
+            verdicts.append(_compare(target, list(prompt), response.ids, reference))
     rounds = [r for d in drafted for r in d.rounds]
     tau = sum(rounds) / len(rounds) if rounds else math.nan
     slots = drafter.config.block_size - 1
@@ -134,18 +136,22 @@ def _rate(decoded: Sequence[Decoded]) -> float:
     return sum(len(d.ids) for d in decoded) / seconds if seconds else math.nan
 
 
-def _generate(target: FrozenTarget, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """The reference: the target's own greedy output by Hugging Face's loop."""
-    ids = torch.tensor([prompt], device=target.device)
+def _generate(target: FrozenTarget, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """The reference: the target's own greedy outputs by Hugging Face's loop, prompts of equal length at a time (no padding)."""
+    pad = target.info.pad_id
     plain = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(target.eos_ids) or None,
-        pad_token_id=target.info.pad_id,
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(target.eos_ids) or None, pad_token_id=pad
     )
-    with generation_settings(target.model, plain):
-        out = target.model.generate(ids, attention_mask=torch.ones_like(ids))
-    return [int(token) for token in out[0, len(prompt) :]]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for length in sorted({len(prompt) for prompt in prompts}):
+        chosen = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.tensor([list(prompts[number]) for number in chosen], device=target.device)
+        with generation_settings(target.model, plain):
+            out = target.model.generate(ids, attention_mask=torch.ones_like(ids))
+        for number, row in zip(chosen, out[:, length:].tolist(), strict=True):
+            end = next((place + 1 for place, token in enumerate(row) if token in target.eos_ids), len(row))
+            outputs[number] = row[:end]  # what follows an end is padding
+    return outputs
 
 
 def _compare(target: FrozenTarget, prompt: list[int], drafted: list[int], own: list[int]) -> str:
