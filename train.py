@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dflash_lit.commands import run_command
+from dflash_lit.commands import exits_on_user_error, run_command
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.job import Job, load_target, quiet_libraries
 from dflash_lit.plan import make_plan
@@ -18,8 +18,8 @@ from dflash_lit.plan import make_plan
 register()
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(composed: DictConfig) -> float | None:
+def train(composed: DictConfig) -> float | None:
+    """One job, from the composed config to the report; what a sweeper maximises, if anything."""
     cfg = OmegaConf.to_object(composed)
     assert isinstance(cfg, TrainConfig)
     quiet_libraries()
@@ -41,6 +41,12 @@ def main(composed: DictConfig) -> float | None:
             summary = job.summarise(trainer, module, target, data)
         job.close(summary, trainer)
     return summary.get(cfg.optimized_metric) if cfg.optimized_metric else None
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(composed: DictConfig) -> float | None:
+    with exits_on_user_error():
+        return train(composed)
 
 
 if __name__ == "__main__":

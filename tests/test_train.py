@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(shelf: Path) -> Path:
     return train(
-        "callbacks.checkpoint.every_n_train_steps=1",
+        "+callbacks.checkpoint.every_n_train_steps=1",
         "callbacks.checkpoint.save_top_k=-1",
         "callbacks.checkpoint.monitor=null",
         folder=shelf,
@@ -144,6 +145,7 @@ def test_warm_start_from_an_export(whole: Path, shelf: Path) -> None:
 def test_progress_in_a_terminal(shelf: Path) -> None:
     """One bar over the run with tokens/s, where there is a terminal; plain lines elsewhere (see the next test)."""
     main, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 120))
     environment = {**os.environ, "XDG_CACHE_HOME": str(shelf / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     folder = shelf / "runs" / "terminal"
     command = [sys.executable, "train.py", *QUICK, "trainer.max_steps=10", "logger=csv", f"hydra.run.dir={folder}"]
@@ -197,7 +199,7 @@ def test_ctrl_c_ends_with_a_word_and_130(shelf: Path) -> None:
         "trainer.max_steps=4000",
         "logger=csv",
         f"hydra.run.dir={folder}",
-        "callbacks.progress.lines=4000",
+        "+callbacks.progress.lines=4000",
     ]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

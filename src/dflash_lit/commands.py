@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hydra.errors import HydraException
@@ -12,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lit.errors import UserError
 
-__all__ = ["one_line", "run_command"]
+__all__ = ["exits_on_user_error", "one_line", "run_command"]
 
 
 def one_line(error: BaseException) -> str:
@@ -31,6 +32,19 @@ def one_line(error: BaseException) -> str:
                 parts.append(text)
         current = current.__cause__
     return "; ".join(parts[:3]) or type(error).__name__
+
+
+@contextmanager
+def exits_on_user_error() -> Iterator[None]:
+    """Inside a Hydra job: wrong input ends the process with its one line.
+
+    Hydra would put a line of its own before it, but lets an exit pass.
+    """
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def run_command(command: Callable[[], Any]) -> int:
