@@ -23,8 +23,9 @@ class Export(Callback):
 
     def __init__(self, folder: str, auto_map: bool = False) -> None:
         self.folder, self.auto_map = Path(folder), auto_map
+        self.exported_to: Path | None = None  # where it was written, once it was
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
             assert isinstance(pl_module, DrafterModule)
-            save_drafter(pl_module.drafter, self.folder, auto_map=self.auto_map)
+            self.exported_to = save_drafter(pl_module.drafter, self.folder, auto_map=self.auto_map)

@@ -265,7 +265,8 @@ class Job:
 
     def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
         """Decode for real with the *exported* drafter and put all figures together; writes ``summary.json``."""
-        made = [Path(c.folder) for c in trainer.callbacks if getattr(c, "folder", None) and type(c).__name__ == "Export"]  # type: ignore[attr-defined]
+        # The export callback says where it wrote; without one the job exports itself.
+        made = [found for callback in trainer.callbacks if (found := getattr(callback, "exported_to", None))]  # type: ignore[attr-defined]
         export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
         drafter = load_drafter(export).to(self.plan.device, target.dtype)
         settings = self.cfg.evaluation
