@@ -159,7 +159,7 @@ class Job:
         val, decoded = held[:cut], held[cut:][:evaluated]
         if data.validate_on_train:
             val = decoded = train
-        return train, val, decoded[:evaluated]
+        return train, val, decoded
 
     def _refuse_mask_token(self, prompts: list[Prompt]) -> None:
         mask = self.plan.drafter.mask_token_id
@@ -192,7 +192,10 @@ class Job:
         )
         rows = [pack(side, data.row_tokens, seed=self.cfg.seed, pad_id=self.plan.info.pad_id) for side in sides]
         module = RowDataModule(rows[0], rows[1], data.rows_per_batch, self.cfg.seed)
-        prompts = [list(prompt.input_ids) for prompt in decoded]
+        # Decoding on the training text: only what was trained on, and not the prompts whose responses were dropped.
+        learnt = {d.name for d in documents}
+        decoded = [prompt for prompt in decoded if not data.validate_on_train or prompt.name in learnt]
+        prompts = [list(prompt.input_ids) for prompt in decoded[: self.cfg.evaluation.prompts]]
         module.eval_prompts = prompts  # type: ignore[attr-defined]
         self.console.print(
             f"  {len(everything.documents)} responses of {target.info.path} at T={data.temperature:g}"
