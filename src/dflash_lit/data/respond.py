@@ -28,7 +28,7 @@ from transformers import GenerationConfig
 from dflash_lit.data.documents import Document
 from dflash_lit.data.prompts import Prompt
 from dflash_lit.errors import UserError
-from dflash_lit.target.frozen import generation_settings
+from dflash_lit.target.frozen import end_token_ids, generation_settings
 
 __all__ = ["RespondingTarget", "Responses", "is_repetitive", "respond"]
 
@@ -137,7 +137,7 @@ def respond(
         "batch_size": batch_size,
         "seed": seed,
     }
-    end_ids = _end_ids(target)
+    end_ids = list(end_token_ids(target.model, target.tokenizer))
     key = _key(target.fingerprint, prompts, {**settings, "end_ids": end_ids})
     path = Path(cache_dir) / f"responses-{key[:32]}.safetensors"
 
@@ -171,15 +171,6 @@ def _check(
             f"prompt {longest.name!r}: {len(longest.input_ids)} tokens and a response of {max_new_tokens} are more than "
             f"the {limit} positions of the target; shorten the prompts or max_new_tokens"
         )
-
-
-def _end_ids(target: RespondingTarget) -> list[int]:
-    """Give the token ids that end a response; none if the target knows no end."""
-    for holder in (target.model.generation_config, target.model.config.get_text_config(), target.tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
-    return []
 
 
 @dataclass(frozen=True, slots=True, eq=False)

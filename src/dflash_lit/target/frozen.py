@@ -27,7 +27,7 @@ from transformers import (
 
 from dflash_lit.errors import UserError
 
-__all__ = ["EMBEDDED", "FrozenTarget", "TargetEnds", "TargetInfo", "document_mask", "generation_settings"]
+__all__ = ["EMBEDDED", "FrozenTarget", "TargetEnds", "TargetInfo", "document_mask", "end_token_ids", "generation_settings"]
 
 EMBEDDED = "embedded"
 """The name under which the shipped target is found."""
@@ -161,6 +161,15 @@ def generation_settings(model: Any, settings: GenerationConfig) -> Iterator[None
         model.generation_config = before
 
 
+def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a response: of the generation config, else of the model, else of the tokenizer; none if none knows one."""
+    for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return (int(ids),) if isinstance(ids, int) else tuple(int(i) for i in ids)
+    return ()
+
+
 class FrozenTarget:
     """A causal language model without gradients that hands out the outputs of chosen decoder layers.
 
@@ -235,13 +244,8 @@ class FrozenTarget:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a response: of the generation config, else of the model, else of the tokenizer."""
-        ids = self.model.generation_config.eos_token_id
-        ids = getattr(self.info.text, "eos_token_id", None) if ids is None else ids
-        ids = self.tokenizer.eos_token_id if ids is None else ids
-        if ids is None:
-            return ()
-        return tuple(int(i) for i in ids) if isinstance(ids, Sequence) else (int(ids),)
+        """See :func:`end_token_ids`."""
+        return end_token_ids(self.model, self.tokenizer)
 
     def ends(self) -> TargetEnds:
         """Embedding and head (no copies)."""

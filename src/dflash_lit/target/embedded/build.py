@@ -180,13 +180,9 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
     ]
 
     def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
-        captured: dict[str, Tensor] = {}
-        hidden = ids.new_empty(0)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             out = model.model(input_ids=ids, use_cache=False, output_hidden_states=args.lookahead > 0)
-            captured["last"] = out.last_hidden_state
-            hidden = captured["last"]
-            logits = F.linear(hidden[:, :-1], model.lm_head.weight)
+            logits = F.linear(out.last_hidden_state[:, :-1], model.lm_head.weight)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
             if not args.lookahead:
                 return loss, loss
