@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dflash_lit.attention.mask import BlockLayout
+from dflash_lit.attention.picture import draw_mask, tile_counts
+from dflash_lit.blocks import draw_anchors, row_noise
 from dflash_lit.commands import run_command
 from dflash_lit.data.prompts import file_prompts, stdlib_prompts
 from dflash_lit.decode.acceptance import Acceptance, measure
@@ -121,11 +125,53 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _mask(args: argparse.Namespace) -> int:
+    tokens, size, tile = args.row_tokens, args.block_size, args.tile
+    if sum(args.documents) > tokens:
+        raise UserError(f"--documents come to {sum(args.documents)} tokens, over --row-tokens {tokens}")
+    if tokens % tile:
+        raise UserError(f"--row-tokens {tokens} is not a multiple of --tile {tile}")
+    if size < 2:
+        raise UserError(f"--block-size {size}: a block is an anchor and at least one mask token, so 2 or more")
+    if args.window is not None and args.window < size:
+        raise UserError(f"--window {args.window} is shorter than --block-size {size}")
+    if Path(args.out).suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--out {args.out}: the name has to end in .png, .svg or .pdf")
+    document_ids = torch.full((1, tokens), -1, dtype=torch.int32)
+    supervised = torch.zeros(1, tokens, dtype=torch.bool)
+    start = 0
+    for number, length in enumerate(args.documents):
+        document_ids[0, start : start + length] = number
+        # A quarter as the prompt: the drafter is not trained on it, so no anchor stands there.
+        supervised[0, start + -(-length // 4) : start + length] = True
+        start += length
+    noise = row_noise(args.seed, 0, torch.zeros(1, dtype=torch.int64), tokens + 1)
+    anchors, valid = draw_anchors(supervised, document_ids, args.anchors, noise)
+    if not valid.any():
+        raise UserError("--documents: none has room for an anchor, which takes two tokens after the first quarter")
+    layout = BlockLayout(anchors, valid, document_ids, size, args.causal, args.window)
+    draw_mask(layout, args.out, tile=tile)
+    count = tile_counts(layout, tile)
+    print(
+        f"{args.out}: {layout.queries} queries x {tokens + layout.queries} keys in {count['all']} tiles of {tile} x {tile}: "
+        f"{count['full']} full, {count['partial']} partial, {count['skipped']} skipped; "
+        f"{1 - count['skipped'] / count['all']:.0%} are computed"
+    )
+    return 0
+
+
 def _natural(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
+
+
+def _naturals(text: str) -> list[int]:
+    try:
+        return [_natural(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers with commas between them") from error
 
 
 def _temperature(text: str) -> float:
@@ -161,6 +207,20 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--out", default="drafter", help="folder to write (default: %(default)s)")
     export.add_argument("--auto-map", action="store_true", help="add the field that z-lab's loader wants; SGLang does not")
     export.set_defaults(run=_export)
+
+    mask = commands.add_parser("mask", help="draw who sees whom in the drafter's attention, and the tiles it computes")
+    mask.add_argument("--out", default="mask.png", help="a .png, .svg or .pdf file (default: %(default)s)")
+    mask.add_argument("--row-tokens", type=_natural, default=512, help="of the packed row (default: %(default)s)")
+    mask.add_argument(
+        "--documents", type=_naturals, default=[200, 180, 90], help="their tokens; the rest of the row is padding (200,180,90)"
+    )
+    mask.add_argument("--anchors", type=_natural, default=12, help="blocks of the row (default: %(default)s)")
+    mask.add_argument("--block-size", type=_natural, default=16, help="slots a block (default: %(default)s)")
+    mask.add_argument("--causal", action="store_true", help="a slot sees its own block only up to itself")
+    mask.add_argument("--window", type=_natural, help="tokens back that a slot of a sliding layer sees (default: all)")
+    mask.add_argument("--tile", type=_natural, default=32, help="of the tiles drawn; training uses 128 (default: %(default)s)")
+    mask.add_argument("--seed", type=int, default=0, help="of the anchors (default: %(default)s)")
+    mask.set_defaults(run=_mask)
     return main_parser
 
 

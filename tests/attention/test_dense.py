@@ -11,13 +11,13 @@ from dflash_lit.errors import UserError
 TOKENS, SIZE, DIM = 24, 4, 8
 
 
-def layout(causal: bool) -> BlockLayout:
+def layout(causal: bool, window: int | None = None) -> BlockLayout:
     """Two documents and padding; a padding block; and a row without any anchor."""
     documents = torch.full((2, TOKENS), -1, dtype=torch.int32)
     documents[:, :10], documents[:, 10:20] = 0, 1
     anchors = torch.tensor([[0, 5, 10, 19, 23], [23] * 5], dtype=torch.int32)
     valid = torch.tensor([[True, True, True, True, False], [False] * 5])
-    return BlockLayout(anchors, valid, documents, SIZE, causal)
+    return BlockLayout(anchors, valid, documents, SIZE, causal, window)
 
 
 def inputs(heads: int, kv_heads: int, queries: int, dtype: torch.dtype) -> list[Tensor]:
@@ -34,9 +34,10 @@ def run(attention: object, tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 4, 6])
 @pytest.mark.parametrize("heads", [2, 4, 8])
-def test_block_attention_is_full_attention(heads: int, causal: bool) -> None:
-    where = layout(causal)
+def test_block_attention_is_full_attention(heads: int, window: int | None, causal: bool) -> None:
+    where = layout(causal, window)
     tensors = inputs(heads, 2, where.queries, torch.float32)
     for fast, slow in zip(run(block_attention(where), tensors), run(full_attention(where), tensors), strict=True):
         assert fast.isfinite().all()

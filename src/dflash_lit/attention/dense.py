@@ -56,7 +56,7 @@ def block_attention(layout: BlockLayout) -> Attend:
     """The same function from ``S + B`` scores a query instead of ``S + A*B``: a block's noise is seen by itself alone."""
     size, blocks = layout.block_size, layout.anchors.shape[1]
     hidden = torch.finfo(torch.float32).min
-    context_bias = torch.where(context_visible(layout), 0.0, hidden)  # [R, A, S]
+    context_bias = torch.where(context_visible(layout), 0.0, hidden)  # [R, A, 1 or B, S]
     block_bias = torch.where(block_visible(layout), 0.0, hidden)  # [B, B]
 
     def attend(queries: Tensor, context: ContextKV, block: ContextKV) -> Tensor:
@@ -71,7 +71,7 @@ def block_attention(layout: BlockLayout) -> Attend:
         own_keys = block[0].reshape(rows, kv_heads, 1, blocks, size, dim)
         own_values = block[1].reshape(rows, kv_heads, 1, blocks, size, dim)
         near = split @ own_keys.transpose(-1, -2)
-        scores = torch.cat([far + context_bias[:, None, None, :, None, :], near + block_bias], dim=-1)
+        scores = torch.cat([far + context_bias[:, None, None], near + block_bias], dim=-1)
         weights = scores.float().softmax(dim=-1).to(queries.dtype)
         out = weights[..., :tokens].reshape(rows, kv_heads, -1, tokens) @ context[1]
         return (out.view_as(split) + weights[..., tokens:] @ own_values).reshape(rows, heads, -1, dim)
