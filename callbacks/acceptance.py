@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 class Acceptance(Callback):
     """Decode a few held-out prompts greedily at the start and after every validation; log ``acceptance/tau_greedy``.
 
-    Prompts come from the data module (``eval_prompts``), the target from the placement (``strategy.target``).
+    Prompts come from the data module (``eval_prompts``), the target from the placement (``strategy.target``). Without prompts,
+    as for a target that cannot decode with drafts, nothing is logged.
 
     Args:
         prompts: how many.
@@ -41,12 +42,14 @@ class Acceptance(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DrafterModule)
+        if not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
+            return
         tau = self._tau(trainer, pl_module)
         for logger in trainer.loggers:
             logger.log_metrics({"acceptance/tau_greedy": tau}, step=trainer.global_step)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.sanity_checking:
+        if trainer.sanity_checking or not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
             return
         assert isinstance(pl_module, DrafterModule)
         tau = self._tau(trainer, pl_module)

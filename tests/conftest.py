@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: its kernels are then run by its interpreter, on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
 

@@ -125,7 +125,7 @@ def test_the_gradient_is_that_of_the_mean(embedded: FrozenTarget, tmp_path: Path
     }
     batch["features"] = strategy.features(batch)
     blocks = again.blocks(batch, epoch=0)
-    result = again._loss(again(batch, blocks), blocks)
+    result = again.loss(batch, blocks, again(batch, blocks))
     (result.numerator / result.denominator).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in again.drafter.parameters()])
     torch.testing.assert_close(watch.gradients[0], expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))

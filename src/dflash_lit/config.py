@@ -24,7 +24,8 @@ __all__ = ["TrainConfig", "register", "wandb_offline"]
 class TargetSection:
     path: str = MISSING  # a Hugging Face folder or name, or "embedded"
     dtype: Optional[str] = None  # float32 on a CPU, else bfloat16
-    attention: str = "sdpa"  # Hugging Face attention implementation
+    attention: str = "sdpa"  # Hugging Face attention implementation, of decoding and of packed rows on a CPU
+    compile: Optional[bool] = None  # packed rows through compiled layers and flex_attention; on a GPU
     trust_remote_code: bool = False
     dense_limit_gib: float = 4.0  # refuse a dense document mask beyond this
 
@@ -50,6 +51,9 @@ class DrafterSection:
 
 @dataclass
 class ObjectiveSection:
+    labels: str = "hard"  # hard (the target's text) | soft (forward KL to the target's distribution)
+    temperature: Optional[float] = None  # of the target's distribution: that of the responses (1 if they are greedy)
+    capacity: float = 1.0  # share of the slots whose loss a GPU computes; labels beyond it are left out and counted
     weights: str = "decay"  # decay | dpace
     gamma: Optional[float] = None  # suits the block size
     alpha: float = 0.5  # D-PACE's floor

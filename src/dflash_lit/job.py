@@ -61,9 +61,13 @@ def cache_folder(chosen: str | None) -> Path:
 
 def load_target(plan: Plan, cfg: TrainConfig) -> FrozenTarget:
     """Read the target's weights onto the plan's device."""
-    limit = cfg.target.dense_limit_gib
     return FrozenTarget.load(
-        plan.info, device=plan.device, dtype=plan.dtype, attention=cfg.target.attention, dense_limit_gib=limit
+        plan.info,
+        device=plan.device,
+        dtype=plan.dtype,
+        attention=cfg.target.attention,
+        dense_limit_gib=cfg.target.dense_limit_gib,
+        compile=cfg.target.compile,
     )
 
 
@@ -190,12 +194,14 @@ class Job:
             [d for d in documents if data.validate_on_train or d.name not in names],
             [d for d in documents if d.name in names],
         )
-        rows = [pack(side, data.row_tokens, seed=self.cfg.seed, pad_id=self.plan.info.pad_id) for side in sides]
+        info = target.info
+        arguments: dict[str, Any] = {"seed": self.cfg.seed, "pad_id": info.pad_id, "one_per_row": not info.packs}
+        rows = [pack(side, data.row_tokens, **arguments) for side in sides]
         module = RowDataModule(rows[0], rows[1], data.rows_per_batch, self.cfg.seed)
         # Decoding on the training text: only what was trained on, and not the prompts whose responses were dropped.
         learnt = {d.name for d in documents}
         decoded = [prompt for prompt in decoded if not data.validate_on_train or prompt.name in learnt]
-        prompts = [list(prompt.input_ids) for prompt in decoded[: self.cfg.evaluation.prompts]]
+        prompts = [list(prompt.input_ids) for prompt in decoded[: self.cfg.evaluation.prompts if info.packs else 0]]
         module.eval_prompts = prompts  # type: ignore[attr-defined]
         self.console.print(
             f"  {len(everything.documents)} responses of {target.info.path} at T={data.temperature:g}"
@@ -203,6 +209,12 @@ class Job:
             + (", from the cache)" if everything.from_cache else f", {everything.tokens_per_second:.0f} tokens/s)")
             + f"; {len(rows[0])} + {len(rows[1])} rows of {data.row_tokens} tokens, {100 * rows[0].efficiency:.1f} % filled"
         )
+        if not info.packs:
+            self.console.print(
+                f"  {info.path} has layers of kind {info.not_packed!r}, which no mask keeps to one document: each row holds one, "
+                f"{100 * rows[0].efficiency:.1f} % filled (data.row_tokens near the documents' length fills more); nothing is "
+                "decoded, since rejected drafts cannot be taken back from their state"
+            )
         return JobData(module, prompts, everything)
 
     def module(self, target: FrozenTarget) -> DrafterModule:
@@ -241,7 +253,8 @@ class Job:
             callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
         if not loggers:
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
-        strategy = ColocatedStrategy(target, self.plan.drafter.target_layer_ids, self.plan.device)
+        teacher = self.plan.objective.labels == "soft"
+        strategy = ColocatedStrategy(target, self.plan.drafter.target_layer_ids, self.plan.device, teacher=teacher)
         return L.Trainer(
             accelerator="gpu" if self.plan.device.type == "cuda" else "cpu",
             strategy=strategy,
@@ -274,7 +287,9 @@ class Job:
         drafter = load_drafter(export).to(self.plan.device, target.dtype)
         settings = self.cfg.evaluation
         summary: dict[str, Any] = {}
-        for temperature in settings.temperatures:
+        if not target.info.packs:
+            summary["not_decoded"] = f"rejected drafts cannot be taken back from layers of kind {target.info.not_packed!r}"
+        for temperature in settings.temperatures if target.info.packs else ():
             got = measure(
                 target,
                 drafter,
@@ -326,7 +341,7 @@ class Job:
         return summary
 
     def _untrained(self, target: FrozenTarget, data: JobData) -> float:
-        """Tau of a drafter with fresh random weights on a few of the same prompts: the floor."""
+        """Tau of a drafter with fresh random weights on a few of the same prompts: the floor; NaN if none is decoded."""
         drafter = Drafter(self.plan.drafter).to(self.plan.device)
         few = data.eval_prompts[:4]
         return measure(target, drafter, few, max_new_tokens=min(self.plan.max_new_tokens, 48), plain=False).tau

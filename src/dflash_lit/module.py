@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import get_cosine_schedule_with_warmup
 
+from dflash_lit.attention.block_mask import block_mask
 from dflash_lit.attention.dense import block_attention, refuse_large
 from dflash_lit.attention.mask import BlockLayout
-from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise
+from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise, slot_tokens
+from dflash_lit.drafter.compiled import CompiledDrafter
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.objective.config import Objective
-from dflash_lit.objective.head import HeadResult, head_loss, tree_lengths
+from dflash_lit.objective.head import HeadResult, fused_available, head_loss, tree_lengths
 from dflash_lit.objective.metrics import Ratios, accepted_lengths
 from dflash_lit.optimizer import make_optimizer
 from dflash_lit.target.frozen import TargetEnds
@@ -76,6 +81,7 @@ class DrafterModule(L.LightningModule):
         self.config = DrafterConfig.from_dict(drafter)
         self.objective = Objective(**objective)
         self.drafter = Drafter(self.config)
+        self._compiled = CompiledDrafter(self.drafter)  # used on a GPU; nothing is compiled before the first call
         self.register_buffer("embed", ends.embed.detach(), persistent=False)
         if ends.head is not ends.embed:
             self.register_buffer("untied_head", ends.head.detach(), persistent=False)
@@ -117,37 +123,60 @@ class DrafterModule(L.LightningModule):
 
     def forward(self, batch: Batch, blocks: Blocks) -> Tensor:
         """Hidden states of slots 1..B-1: [R * A, B - 1, H]."""
-        rows, tokens = batch["input_ids"].shape
-        size = self.config.block_size
-        refuse_large(rows, self.config.num_attention_heads, self.anchors * size, tokens, self.dense_limit_gib)
-        layout = BlockLayout(blocks.anchors, blocks.valid, batch["document_ids"], size, self.config.causal)
-        features, noise = batch["features"], torch.nn.functional.embedding(blocks.noise_ids, self.embed)  # type: ignore[arg-type]
-        if not torch.is_autocast_enabled(self.device.type):
-            features = features.to(self.drafter.fc.weight.dtype)
-        noise = noise.to(self.drafter.fc.weight.dtype)
-        context = self.drafter.context(features, batch["position_ids"])
-        hidden = self.drafter.draft(noise, blocks.positions, context, block_attention(layout))
-        return hidden.view(rows * self.anchors, size, -1)[:, 1:]
-
-    def _loss(self, hidden: Tensor, blocks: Blocks) -> HeadResult:
-        return head_loss(
-            hidden,
-            self.head,
-            blocks.labels.flatten(0, 1),
-            blocks.label_ok.flatten(0, 1),
-            self.objective.weigh,
-            chunk_slots=self.objective.chunk_slots,
-            use_reentrant=self.objective.use_reentrant,
+        layout = BlockLayout(
+            blocks.anchors, blocks.valid, batch["document_ids"], self.config.block_size, causal=self.config.causal
         )
+        # Under autocast the residual stream starts in its dtype: in fp32 it would take twice the memory and bandwidth.
+        kind = self.device.type
+        mixed = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if mixed else self.drafter.fc.weight.dtype
+        features = batch["features"].to(dtype)
+        noise = F.embedding(blocks.noise_ids, self.embed).to(dtype)  # type: ignore[arg-type]
+        positions = batch["position_ids"]
+        if kind == "cuda":
+            return self._compiled(features, noise, positions, blocks.positions, block_mask(layout))
+        rows, tokens = batch["input_ids"].shape
+        refuse_large(rows, self.config.num_attention_heads, layout.queries, tokens, self.dense_limit_gib)
+        hidden = self.drafter.draft(noise, blocks.positions, self.drafter.context(features, positions), block_attention(layout))
+        return hidden.view(rows * self.anchors, self.config.block_size, -1)[:, 1:]
+
+    def loss(self, batch: Batch, blocks: Blocks, hidden: Tensor, *, top: int = 0) -> HeadResult:
+        """The objective's sums for :meth:`forward`'s ``hidden``, through the target's head.
+
+        Args:
+            top: log-probabilities to keep of each slot, for the lengths of draft trees.
+        """
+        objective = self.objective
+        options: dict[str, Any] = {"top": top, "chunk_slots": objective.chunk_slots}
+        if objective.labels == "soft":
+            options |= {"teacher": self._teacher(batch["last_hidden"], blocks), "temperature": objective.temperature}
+        arguments = (hidden, self.head, blocks.labels.flatten(0, 1), blocks.label_ok.flatten(0, 1), objective.weigh)
+        if fused_available(hidden.device):
+            # Imported where it is needed: a machine without Triton trains too.
+            from dflash_lit.objective.fused_head import fused_head_loss
+
+            return fused_head_loss(*arguments, capacity=self._capacity(hidden), **options)
+        return head_loss(*arguments, use_reentrant=objective.use_reentrant, **options)
+
+    def _teacher(self, last_hidden: Tensor, blocks: Blocks) -> Tensor:
+        """[R * A, B - 1, H] what the target's head saw when it predicted the tokens of slots 1..B-1."""
+        before = slot_tokens(blocks.anchors, self.config.block_size)[..., :-1].clamp(max=last_hidden.shape[1] - 1)
+        rows = torch.arange(before.shape[0], device=before.device)[:, None, None]
+        return last_hidden[rows, before].flatten(0, 1)
+
+    def _capacity(self, hidden: Tensor) -> int | None:
+        share = self.objective.capacity
+        return None if share == 1 else max(round(share * hidden.shape[0] * hidden.shape[1]), 1)
 
     # -- training
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         blocks = self.blocks(batch, self.current_epoch)
-        result = self._loss(self(batch, blocks), blocks)
+        result = self.loss(batch, blocks, self(batch, blocks))
         complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
         length = ((accepted_lengths(result.hit) + 1) * complete).sum()
-        sums = torch.stack([result.numerator.detach(), result.denominator, length.float(), complete.sum().float()])
+        counts = [length.float(), complete.sum().float(), result.dropped.float()]
+        sums = torch.stack([result.numerator.detach(), result.denominator, *counts])
         self._window = sums if self._window is None else self._window + sums
         # Lightning divides by the accumulation; this sum must not be. The unit keeps gradients of a usual size until
         # on_before_optimizer_step puts the true denominator in.
@@ -159,7 +188,7 @@ class DrafterModule(L.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._gradient_unit = self._unit(batch)
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Turn summed gradients into those of the global mean, and log it."""
         assert self._window is not None, "an optimizer step without a training step"
         # The mean over ranks times their number is the sum; the gradients were averaged over ranks, too.
@@ -172,12 +201,32 @@ class DrafterModule(L.LightningModule):
         for parameter in self.drafter.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        self.log("train/loss", total[0] / denominator, prog_bar=True)
-        self.log("train/chain_eal", total[2] / total[3].clamp(min=1), prog_bar=True)
+        self.log("train/loss", total[0] / denominator)
+        self.log("train/chain_eal", total[2] / total[3].clamp(min=1))
+        if self.objective.capacity < 1:
+            self.log("train/dropped_labels", total[4])
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the norm over all gradients, without a wait for the device; logs the norm before.
+
+        Lightning's own refuses a fused optimizer under mixed precision, because a fused step could undo the loss scale of
+        fp16 itself. There is no scale in bf16.
+        """
+        limit = math.inf if gradient_clip_val is None else gradient_clip_val
+        self.log("train/gradient_norm", torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), limit))
+
+    def make_optimizer(self) -> Optimizer:
+        """Over the drafter's parameters, with the settings given."""
+        return make_optimizer(self.drafter, self.optimizer_kind, **self.optimizer_settings)  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         steps = int(self.trainer.estimated_stepping_batches)
-        optimizer = make_optimizer(self.drafter, self.optimizer_kind, **self.optimizer_settings)  # type: ignore[arg-type]
+        optimizer = self.make_optimizer()
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.warmup * steps), steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -185,16 +234,13 @@ class DrafterModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         blocks = self.blocks(batch, _VALIDATION_EPOCH)
-        hidden = self(batch, blocks)
-        result = self._loss(hidden, blocks)
+        result = self.loss(batch, blocks, self(batch, blocks), top=max(self.tree_budgets))
         # Lengths are measured on blocks with every label, so that a document's end does not look like a rejection. The
         # others are kept in the arrays (static shapes) and counted as zero.
         complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
         count = complete.sum()
         chain = accepted_lengths(result.hit)[:, None]
-        trees = tree_lengths(
-            hidden, self.head, blocks.labels.flatten(0, 1), self.tree_budgets, chunk_slots=self.objective.chunk_slots
-        )
+        trees = tree_lengths(result, self.tree_budgets)
         lengths = ((torch.cat([chain, trees], dim=1) + 1) * complete[:, None]).sum(dim=0)
         self.val_means.update(
             torch.cat([result.numerator[None], lengths]), torch.cat([result.denominator[None], count.expand_as(lengths)])
@@ -205,9 +251,9 @@ class DrafterModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         means = self.val_means.compute()
         self.log("val/loss", means[0])
-        self.log("val/chain_eal", means[1], prog_bar=True)
+        self.log("val/chain_eal", means[1])
         for budget, value in zip(self.tree_budgets, means[2:], strict=True):
-            self.log(f"val/tree_eal@{budget}", value, prog_bar=budget == 64)
+            self.log(f"val/tree_eal@{budget}", value)
         for name, metric in (("accuracy", self.val_accuracy), ("acceptance", self.val_survival)):
             for slot, value in enumerate(metric.compute().reshape(-1), start=1):
                 self.log(f"val/{name}_slot_{slot}", value)
@@ -225,8 +271,10 @@ class DrafterModule(L.LightningModule):
         saved = checkpoint["hyper_parameters"]
         compared = {f"drafter.{name}": (saved["drafter"].get(name), value) for name, value in self.config.to_dict().items()}
         # Chunking and the form of checkpointing change memory, not results.
-        for name in ("weights", "gamma", "alpha"):
-            compared[f"objective.{name}"] = (saved["objective"].get(name), self.objective.to_dict()[name])
+        standard = Objective().to_dict()  # of checkpoints from before a field was added
+        for name in ("labels", "temperature", "weights", "gamma", "alpha"):
+            then = saved["objective"].get(name, standard[name])
+            compared[f"objective.{name}"] = (then, self.objective.to_dict()[name])
         compared |= {
             "drafter.anchors": (saved.get("anchors"), self.anchors),
             "seed": (saved.get("seed"), self.seed),

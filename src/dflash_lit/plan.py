@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,16 +47,27 @@ def _positive(section: str, values: object, *names: str) -> None:
             raise UserError(f"{section}.{name}={value}: must be at least 1")
 
 
+def _own(text: Any, name: str) -> int:
+    """A size that the drafter takes over from the config of the target's language model; recurrent ones may lack it."""
+    value = getattr(text, name, None)
+    if value is None:
+        raise UserError(f"drafter.{name}: the target has none to take over; give a number")
+    return int(value)
+
+
 def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str = "") -> DrafterConfig:
     """The drafter's sizes: what the section leaves open is the target's.
 
     Raises:
-        UserError: for a mask token that is out of range or means something else, or layers out of range.
+        UserError: for a mask token that is out of range or means something else, layers out of range, or a size that neither
+            the section nor the target gives.
     """
     text = info.text
-    heads = section.num_attention_heads or int(text.num_attention_heads)
+    heads = section.num_attention_heads or _own(text, "num_attention_heads")
     kv_heads = section.num_key_value_heads or int(getattr(text, "num_key_value_heads", None) or heads)
-    head_dim = section.head_dim or int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    head_dim = section.head_dim or int(
+        getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", None) or heads)
+    )
     layer_ids = section.target_layer_ids
     if layer_ids is None:
         layer_ids = list(feature_layers(info.layers, section.features))
@@ -68,11 +80,13 @@ def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str =
     rope = dict(section.rope_parameters or getattr(text, "rope_parameters", None) or {})
     if "full_attention" in rope:  # targets with several kinds of layers give each its own
         rope = dict(rope["full_attention"])
+    for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+        rope.pop(name, None)  # the drafter turns whole heads, by one position: servers must not read otherwise
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", float(getattr(text, "rope_theta", None) or 10_000.0))
     return DrafterConfig(
         hidden_size=int(text.hidden_size),
-        intermediate_size=section.intermediate_size or int(text.intermediate_size),
+        intermediate_size=section.intermediate_size or _own(text, "intermediate_size"),
         num_hidden_layers=section.layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -102,6 +116,13 @@ def _device(accelerator: str) -> torch.device:
             "trainer.accelerator=gpu: torch sees no GPU here; use cpu, or install a CUDA build of torch and its driver"
         )
     return torch.device("cuda", 0) if there and accelerator != "cpu" else torch.device("cpu")
+
+
+def _teacher_temperature(cfg: TrainConfig) -> float:
+    """Soft labels are those the responses were drawn from; of greedy ones, the target's plain distribution."""
+    if cfg.objective.temperature is not None:
+        return cfg.objective.temperature
+    return cfg.data.temperature if 0 < cfg.data.temperature < math.inf else 1.0
 
 
 def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
@@ -187,6 +208,9 @@ def make_plan(cfg: TrainConfig) -> Plan:
     if cfg.seed < 0:
         raise UserError(f"seed={cfg.seed}: must be 0 or more")
     objective = Objective(
+        labels=cfg.objective.labels,
+        temperature=_teacher_temperature(cfg),
+        capacity=cfg.objective.capacity,
         weights=cfg.objective.weights,
         gamma=cfg.objective.gamma,
         alpha=cfg.objective.alpha,
@@ -218,10 +242,11 @@ def make_plan(cfg: TrainConfig) -> Plan:
                 raise UserError(f"drafter.init_from: that drafter has {name}={theirs}, this run {ours}; set them equal")
     if cfg.ckpt_path is not None:
         drafter_from_checkpoint(cfg.ckpt_path)  # refuses what is no checkpoint before any work is done
-    queries = cfg.drafter.anchors * cfg.drafter.block_size
-    refuse_large(
-        cfg.data.rows_per_batch, drafter.num_attention_heads, queries, cfg.data.row_tokens, cfg.drafter.dense_limit_gib
-    )
+    if device.type == "cpu":  # on a GPU the drafter's attention is never dense
+        queries = cfg.drafter.anchors * cfg.drafter.block_size
+        refuse_large(
+            cfg.data.rows_per_batch, drafter.num_attention_heads, queries, cfg.data.row_tokens, cfg.drafter.dense_limit_gib
+        )
     return Plan(
         info=info,
         drafter=drafter,

@@ -154,6 +154,28 @@ def test_time_is_near_linear():
     assert time.perf_counter() - began < 10  # about one second; quadratic would be minutes
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(document_lists(), st.integers(0, 2**32))
+def test_one_document_a_row(documents: list[Document], seed: int):
+    rows = pack(documents, 256, seed=seed, pad_id=PAD, one_per_row=True)
+    start_of = np.cumsum([0, *map(len, documents)])
+    owner = np.concatenate([np.full(len(document), number) for number, document in enumerate(documents)])
+    times_learnt = np.zeros(len(owner), dtype=int)
+    for row in range(len(rows)):
+        length = int((rows.document_ids[row] == 0).sum())
+        assert rows.document_ids[row].tolist() == [0] * length + [-1] * (256 - length)
+        assert rows.position_ids[row].tolist() == [*range(length), *[0] * (256 - length)]
+        assert (rows.input_ids[row, length:] == PAD).all()
+        assert not rows.supervised[row, length:].any()
+        tokens = rows.input_ids[row, :length]
+        assert np.array_equal(tokens, np.arange(tokens[0], tokens[0] + length))
+        # A whole document, or a window of one longer than a row.
+        document = owner[tokens[0]]
+        assert length == min(256, start_of[document + 1] - tokens[0])
+        times_learnt[tokens[rows.supervised[row, :length]]] += 1
+    assert np.array_equal(times_learnt, np.concatenate([document.supervised for document in documents]).astype(int))
+
+
 @pytest.mark.parametrize("row_tokens", [0, -128, 100, 200])
 def test_row_tokens_must_be_whole_tiles(row_tokens: int):
     with pytest.raises(UserError, match=r"data\.row_tokens"):
@@ -161,9 +183,10 @@ def test_row_tokens_must_be_whole_tiles(row_tokens: int):
 
 
 @pytest.mark.parametrize("documents", [[], make([(10, 10), (300, 300)])])
-def test_nothing_to_learn_is_an_error(documents: list[Document]):
+@pytest.mark.parametrize("one_per_row", [False, True])
+def test_nothing_to_learn_is_an_error(documents: list[Document], one_per_row: bool):
     with pytest.raises(UserError, match="nothing to learn"):
-        pack(documents, 128, seed=0, pad_id=PAD)
+        pack(documents, 128, seed=0, pad_id=PAD, one_per_row=one_per_row)
 
 
 def test_padding_needs_a_token_id():

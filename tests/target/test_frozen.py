@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM
 
 from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo, document_mask, resolve_path
@@ -63,6 +64,48 @@ def test_the_pass_stops_after_the_last_feature_layer(embedded: FrozenTarget) -> 
             hook.remove()
     assert seen == [0, 1, 2]
     assert after == before
+
+
+def test_the_last_hidden_state_is_what_the_head_reads(embedded: FrozenTarget) -> None:
+    batch = token_batch([[(40, 0)]], 40)
+    ran: list[int] = []
+    hook = embedded.model.lm_head.register_forward_hook(lambda *_: ran.append(1))
+    before = len(embedded.model.lm_head._forward_pre_hooks)
+    try:
+        found, last = embedded.features_and_last_hidden(
+            *(batch[x] for x in ("input_ids", "document_ids", "position_ids")), LAYERS
+        )
+    finally:
+        hook.remove()
+    assert not ran
+    assert len(embedded.model.lm_head._forward_pre_hooks) == before
+    with torch.no_grad():
+        states = embedded.model(batch["input_ids"], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(last, states[-1], rtol=1e-4, atol=1e-3)
+    assert torch.equal(found, features(embedded, batch))
+
+
+def test_a_window_that_all_layers_share(embedded: FrozenTarget) -> None:
+    """Mistral's config has a window and names no kinds of layers."""
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+        initializer_range=0.4,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = FrozenTarget(TargetInfo("tiny", config, embedded.tokenizer), MistralForCausalLM(config))
+    assert target.info.windows == {"sliding_attention": 8}
+    batch = token_batch([[(20, 0), (40, 0)]], 64, vocab=60)
+    together = features(target, batch, (0, 1))
+    with torch.no_grad():
+        alone = target.model(batch["input_ids"][:, 20:60], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(together[:, 20:60], torch.cat([alone[1], alone[2]], dim=-1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -147,7 +190,7 @@ def test_no_weights_there(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": ["full_attention"] * 5 + ["chunked_attention"]}, "chunked_attention"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
         ({"logit_scale": 0.5}, "logit_scale"),
     ],
 )

@@ -147,7 +147,9 @@ class RowLoader(DataLoader[dict[str, Tensor]]):
         assert self.batch_sampler is not None
         for indices in islice(iter(self.batch_sampler), self._batches, None):
             self._batches += 1  # before it is handed out: a checkpoint during its step counts it
-            yield self.dataset.batch(indices, self.batch_size)
+            batch = self.dataset.batch(indices, self.batch_size)
+            # From pinned memory the copy to the GPU does not hold up the host.
+            yield {name: value.pin_memory() for name, value in batch.items()} if self.pin_memory else batch
 
     def state_dict(self) -> dict[str, Any]:
         """Say which epoch this is (by the data's and the Trainer's count), how many batches it has given, in which order."""
@@ -232,4 +234,5 @@ class RowDataModule(lightning.LightningDataModule):
             replicas=self.trainer.world_size if self.trainer else 1,
             rank=self.trainer.global_rank if self.trainer else 0,
         )
-        return RowLoader(RowDataset(rows), batch_size=self.rows_per_batch, sampler=order)
+        pin = torch.cuda.is_available()
+        return RowLoader(RowDataset(rows), batch_size=self.rows_per_batch, sampler=order, pin_memory=pin)

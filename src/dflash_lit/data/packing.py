@@ -3,6 +3,8 @@
 Static shapes want full rows, and a padded token costs as much as a real one. So a gap that no waiting document fits is filled
 with the beginning of one; that document then comes again, whole, and its already placed beginning is context there. Every
 supervised token is thus learnt exactly once, and always with everything that stands before it in its window.
+
+Targets that carry a state from one document to the next get one document a row instead, and padding after it.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ def _windows(index: int, document: Document, row_tokens: int) -> Iterator[_Windo
         start = stop - context
 
 
-def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: int) -> PackedRows:
+def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: int, one_per_row: bool = False) -> PackedRows:
     """Pack ``documents`` into rows of ``row_tokens``: a function of the documents, in their order, and ``seed``.
 
     Documents are shuffled; a row takes the one that waits longest, then always the largest waiting one that fits. Only the
@@ -116,6 +118,7 @@ def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: i
         row_tokens: S, a positive multiple of 128.
         seed: of the shuffle.
         pad_id: the token id of padding, >= 0.
+        one_per_row: one document, or window of a long one, at the beginning of each row, and padding after it.
 
     Raises:
         UserError: if ``row_tokens`` or ``pad_id`` is wrong, or no document has a supervised token.
@@ -127,6 +130,8 @@ def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: i
 
     order = np.random.default_rng(seed).permutation(len(documents)).tolist()
     coming = (window for index in order for window in _windows(index, documents[index], row_tokens))
+    if one_per_row:
+        return _assemble(documents, [(w.document, w.start, w.stop, w.context, 0) for w in coming], row_tokens, pad_id)
 
     # Sorted by (length, serial number): the serial decides between equals, so windows are never compared.
     waiting: list[tuple[int, int, _Window]] = []
@@ -176,27 +181,30 @@ def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: i
                     refill()
             gap -= length
             number += 1
-    if not pieces:
-        raise UserError("no document has a supervised token, so there is nothing to learn; check the data's responses")
     return _assemble(documents, pieces, row_tokens, pad_id)
 
 
 def _assemble(
     documents: Sequence[Document], pieces: list[tuple[int, int, int, int, int]], row_tokens: int, pad_id: int
 ) -> PackedRows:
-    """Write the ``pieces``, which follow one another without gaps, into rows."""
+    """Write the ``pieces`` into rows: one that is numbered 0 begins a row, others follow without a gap."""
+    if not pieces:
+        raise UserError("no document has a supervised token, so there is nothing to learn; check the data's responses")
     table = np.array(pieces, dtype=np.int64)
     lengths = table[:, 2] - table[:, 1]
-    used = int(lengths.sum())
-    rows = -(-used // row_tokens)
+    before = np.cumsum(lengths) - lengths
+    positions = np.arange(lengths.sum()) - np.repeat(before, lengths)
+    row = np.cumsum(table[:, 4] == 0) - 1
+    rows = int(row[-1]) + 1
+    # Where a piece begins: its row's beginning, and what stands before it there.
+    begin = row * row_tokens + before - before[table[:, 4] == 0][row]
+    places = np.repeat(begin, lengths) + positions
 
     def flat(dtype: type, fill: int, values: np.ndarray) -> np.ndarray:
         out: np.ndarray = np.full(rows * row_tokens, fill, dtype=dtype)
-        out[:used] = values
+        out[places] = values
         return out.reshape(rows, row_tokens)
 
-    starts = np.cumsum(lengths) - lengths
-    positions = np.arange(used) - np.repeat(starts, lengths)
     supervised = np.concatenate([documents[index].supervised[start:stop] for index, start, stop, _, _ in pieces])
     return PackedRows(
         input_ids=flat(np.int32, pad_id, np.concatenate([documents[i].input_ids[a:b] for i, a, b, _, _ in pieces])),

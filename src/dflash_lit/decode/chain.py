@@ -19,6 +19,7 @@ from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.blocks import slot_tokens
 from dflash_lit.decode.cache import ContextCache
 from dflash_lit.drafter.model import Drafter
+from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget
 
 __all__ = ["Decoded", "choose", "decode_chain", "decode_plain", "one_block_attention"]
@@ -73,6 +74,11 @@ class _TargetState:
     """The target's cache and the features of what it has just read."""
 
     def __init__(self, target: FrozenTarget, layer_ids: tuple[int, ...]) -> None:
+        if not target.info.packs:
+            raise UserError(
+                f"target.path={target.info.path!r}: has layers of kind {target.info.not_packed!r}, from whose state rejected drafts "
+                "cannot be taken back; a drafter can be trained for it, but not decoded with here"
+            )
         self.target, self.layer_ids = target, layer_ids
         # Without a config: caches of sliding layers forget tokens that come back when drafts are dropped. Their masks do slide.
         self.cache = DynamicCache()

@@ -6,16 +6,45 @@ the target's and live elsewhere. The model knows neither masks nor ranks: it is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.rotary import Rotary, rotate
 
-__all__ = ["Drafter"]
+__all__ = ["Drafter", "Layer", "RMSNorm"]
+
+
+def recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """``function(*args)``; in a compiled training graph its result is made again for the backward pass rather than kept.
+
+    For what is cheap to repeat and large to keep: bf16 copies of the weights, and the widest activation.
+    """
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+        result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(result, Tensor)
+        return result
+    return function(*args)
+
+
+def project(x: Tensor, *projections: nn.Linear) -> list[Tensor]:
+    """Each projection of ``x``; in a compiled graph all of them from one matrix product.
+
+    There, stacking the weights is part of their cast to bf16 and costs nothing. Outside it would copy them all each time.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return [projection(x) for projection in projections]
+
+    def stack(*weights: Tensor) -> Tensor:
+        return torch.cat(weights).to(x.dtype)
+
+    stacked = F.linear(x, recomputed(stack, *(projection.weight for projection in projections)))
+    return list(stacked.split([projection.out_features for projection in projections], dim=-1))
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +52,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(Tensor(size).fill_(1.0))
+        self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,17 +74,22 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(dim, config.rms_norm_eps)
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> ContextKV:
-        """[R, T, H] -> keys (normed, rotated) and values, each [R, Hkv, T, D]."""
-        shape = (*x.shape[:2], -1, self.dim)
-        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), cos, sin)
-        return keys.transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
+    def keys_values(self, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> ContextKV:
+        """Projected keys and values [R, T, Hkv * D] -> keys (normed, rotated) and values, each [R, Hkv, T, D]."""
+        shape = (*keys.shape[:2], -1, self.dim)
+        turned = rotate(self.k_norm(keys.reshape(shape)), cos, sin)
+        return turned.transpose(1, 2), values.reshape(shape).transpose(1, 2)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ContextKV, attend: Attend) -> Tensor:
-        shape = (*x.shape[:2], -1, self.dim)
-        queries = rotate(self.q_norm(self.q_proj(x).view(shape)), cos, sin).transpose(1, 2)
-        out = attend(queries, context, self.keys_values(x, cos, sin))
-        return self.o_proj(out.transpose(1, 2).reshape(*x.shape[:2], -1))
+        queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
+        queries = queries.reshape(*x.shape[:2], -1, self.dim)
+        queries = rotate(self.q_norm(queries), cos, sin).transpose(1, 2)
+        out = attend(queries, context, self.keys_values(keys, values, cos, sin))
+        return project(out.transpose(1, 2).reshape(*x.shape[:2], -1), self.o_proj)[0]
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 class MLP(nn.Module):
@@ -68,7 +102,9 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        # Not from one product: both are large enough alone, and their gradients would have to be copied together.
+        (gate,), (up,) = project(x, self.gate_proj), project(x, self.up_proj)
+        return project(recomputed(_swiglu, gate, up), self.down_proj)[0]
 
 
 class Layer(nn.Module):
@@ -117,9 +153,16 @@ class Drafter(nn.Module):
             features: [R, S, n_ids * H] the target's hidden states, concatenated in the order of ``target_layer_ids``.
             positions: int [R, S] position of each token in its document.
         """
+        return self.context_turned(features, *self.rotary(positions))
+
+    def context_turned(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[ContextKV]:
+        """:meth:`context` with the angles of :attr:`rotary` given: the part that is one graph."""
         fused = self.hidden_norm(self.fc(features))
-        cos, sin = self.rotary(positions)
-        return [layer.self_attn.keys_values(fused, cos, sin) for layer in self._layers]
+        attentions = [layer.self_attn for layer in self._layers]
+        # The input is the same for all layers, so in a compiled graph their keys and values are one product.
+        projected = project(fused, *(p for attention in attentions for p in (attention.k_proj, attention.v_proj)))
+        pairs = zip(projected[0::2], projected[1::2], strict=True)
+        return [a.keys_values(keys, values, cos, sin) for a, (keys, values) in zip(attentions, pairs, strict=True)]
 
     def draft(self, noise: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attend) -> Tensor:
         """Hidden states [R, Q, H] (after the final norm) of the noise tokens.

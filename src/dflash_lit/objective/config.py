@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,9 +16,13 @@ __all__ = ["Objective"]
 
 @dataclass(frozen=True)
 class Objective:
-    """Cross-entropy to the target's own text with one of the weightings of :mod:`.weights`.
+    """What a slot's loss is, and one of the weightings of :mod:`.weights`.
 
     Attributes:
+        labels: "hard", cross-entropy to the target's own text, or "soft", the forward KL to the target's distribution.
+        temperature: of the target's distribution (soft labels): that of the responses.
+        capacity: share of the slots whose loss is computed on a GPU. Below 1, memory and time of the head shrink with it, and
+            labels beyond it (the last slots of the blocks first) are left out and counted in ``train/dropped_labels``.
         weights: "decay" (the DFlash paper's) or "dpace".
         gamma: decay length in slots; None: what suits the block size.
         alpha: D-PACE's floor.
@@ -25,6 +30,9 @@ class Objective:
         use_reentrant: form of gradient checkpointing.
     """
 
+    labels: str = "hard"
+    temperature: float = 1.0
+    capacity: float = 1.0
     weights: str = "decay"
     gamma: float | None = None
     alpha: float = 0.5
@@ -34,6 +42,12 @@ class Objective:
     def __post_init__(self) -> None:
         if self.weights not in ("decay", "dpace"):
             raise UserError(f"objective.weights={self.weights!r}: choose decay or dpace")
+        if self.labels not in ("hard", "soft"):
+            raise UserError(f"objective.labels={self.labels!r}: choose hard or soft")
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"objective.temperature={self.temperature:g}: must be positive")
+        if not 0 < self.capacity <= 1:
+            raise UserError(f"objective.capacity={self.capacity:g}: is a share of the slots, 0 < share <= 1")
         if self.gamma is not None and self.gamma <= 0:
             raise UserError(f"objective.gamma={self.gamma:g}: must be positive (or null, to suit the block size)")
         if not 0 <= self.alpha <= 1:

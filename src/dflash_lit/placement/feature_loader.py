@@ -13,13 +13,13 @@ __all__ = ["FeatureLoader", "FeatureSource"]
 class FeatureSource(Protocol):
     """Whoever turns token rows into context features."""
 
-    def features(self, batch: dict[str, Tensor]) -> Tensor:
-        """[R, S, n_ids * H] for a TokenRow batch."""
+    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A TokenRow batch with ``features`` [R, S, n_ids * H], and whatever else the target gives."""
         ...
 
 
 class FeatureLoader:
-    """Any loader of TokenRow batches, with ``features`` added to each.
+    """Any loader of TokenRow batches, with the target's features added to each.
 
     Everything else (``sampler``, ``set_epoch``, ``state_dict`` ...) is the wrapped loader's, so Lightning shuffles, saves and
     resumes it as if it were not wrapped. Nothing is fetched ahead: what was handed out is what was trained.
@@ -49,4 +49,4 @@ class FeatureLoader:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for batch in self.loader:
-            yield {**batch, "features": self.source.features(batch)}
+            yield self.source.with_features(batch)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,13 +28,37 @@ from transformers import (
 )
 
 from dflash_lit.errors import UserError
+from dflash_lit.target.compiled_layers import packed_layers, shared_layer_graph
+from dflash_lit.target.packed_attention import PACKED, packed_mask, unsupported
 
-__all__ = ["EMBEDDED", "FrozenTarget", "TargetEnds", "TargetInfo", "document_mask", "end_token_ids", "generation_settings"]
+__all__ = [
+    "EMBEDDED",
+    "LAST_HIDDEN",
+    "FrozenTarget",
+    "TargetEnds",
+    "TargetInfo",
+    "document_mask",
+    "end_token_ids",
+    "generation_settings",
+]
 
 EMBEDDED = "embedded"
 """The name under which the shipped target is found."""
 
 _UNSUPPORTED_SCALES = ("final_logit_softcapping", "embedding_multiplier", "logits_scaling", "logit_scale")
+
+# Layers that see what a mask lets them see. "attention" is an older name.
+_MASKED_KINDS = ("attention", "full_attention", "sliding_attention")
+
+
+def _layer_kinds(text: Any) -> set[str]:
+    """What kinds of layers there are, by the config of the language model."""
+    for name in ("layer_types", "layers_block_type", "block_types"):
+        if kinds := getattr(text, name, None):
+            return set(kinds)
+    if getattr(text, "num_attention_heads", None) is None:  # RWKV, xLSTM, Mamba before Transformers named its layers
+        return {"recurrent"}
+    return {"sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"}
 
 
 def resolve_path(path: str) -> str:
@@ -69,9 +95,6 @@ class TargetInfo:
         if not tokenizer("a")["input_ids"]:  # Transformers makes an empty one up where the files are missing
             raise UserError(f"target.path={path!r}: has no tokenizer; its files belong into the same folder")
         text = config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-        if other := kinds - {"full_attention", "sliding_attention"}:
-            raise UserError(f"target.path={path!r}: layers of kind {sorted(other)[0]!r} cannot be run on packed rows yet")
         for name in _UNSUPPORTED_SCALES:
             if getattr(text, name, None) not in (None, 1, 1.0):
                 raise UserError(
@@ -87,6 +110,26 @@ class TargetInfo:
     @property
     def layers(self) -> int:
         return int(self.text.num_hidden_layers)
+
+    @property
+    def windows(self) -> dict[str, int | None]:
+        """Kinds of its attention layers, and how many tokens each sees; None for all."""
+        window = getattr(self.text, "sliding_window", None)
+        kinds = _layer_kinds(self.text)
+        return {kind: int(window) if kind == "sliding_attention" and window else None for kind in sorted(kinds)}
+
+    @property
+    def not_packed(self) -> str | None:
+        """The kind of layer because of which a row holds one document only, None if there is none.
+
+        Attention is told by a mask what it may see. The state of a recurrent layer goes on from one document to the next.
+        """
+        return next((kind for kind in sorted(_layer_kinds(self.text)) if kind not in _MASKED_KINDS), None)
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows may hold several documents; also whether tokens can be taken back, as decoding with drafts does."""
+        return self.not_packed is None
 
     @property
     def reserved_ids(self) -> dict[str, int]:
@@ -127,6 +170,10 @@ class TargetEnds:
 
     embed: Tensor
     head: Tensor
+
+
+LAST_HIDDEN = -1
+"""Stands for the last hidden state after the final norm where there are ids of layers."""
 
 
 class _Reached(Exception):  # noqa: N818 - not an error: ends a forward pass whose rest nobody needs
@@ -173,13 +220,35 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 class FrozenTarget:
     """A causal language model without gradients that hands out the outputs of chosen decoder layers.
 
+    Packed rows go through it in one of two ways with the same results: by dense attention under a dense mask, right on a CPU
+    and quadratic in the row; or compiled, by attention in tiles. Everything else it does, such as generating, is untouched.
+
+    Args:
+        info: config and tokenizer.
+        model: the Hugging Face model.
+        dense_limit_gib: how large dense scores of one layer may get.
+        compile: whether packed rows go through compiled layers; default: on a GPU, if the model's code allows it.
+        backend: of ``torch.compile``.
+
     Attributes:
         info: config and tokenizer.
         model: the Hugging Face model, in evaluation mode.
         fingerprint: hex digest over config and a sample of the weights: equal iff it is the same model.
+        compiled: whether packed rows go through compiled layers.
+
+    Raises:
+        UserError: if its parts cannot be told apart, or ``compile`` asks for what its code does not allow.
     """
 
-    def __init__(self, info: TargetInfo, model: nn.Module, *, dense_limit_gib: float = 4.0) -> None:
+    def __init__(
+        self,
+        info: TargetInfo,
+        model: nn.Module,
+        *,
+        dense_limit_gib: float = 4.0,
+        compile: bool | None = None,
+        backend: str = "inductor",
+    ) -> None:
         self.info = info
         self.model: Any = model.eval().requires_grad_(False)
         self.dense_limit_gib = dense_limit_gib
@@ -188,6 +257,17 @@ class FrozenTarget:
         if len(layers) != 1:
             raise UserError(f"target.path={info.path!r}: its decoder layers could not be told from its other parts")
         self._layers = layers[0]
+        if info.packs and getattr(model, "_is_stateful", False):  # documents of a row would see each other, and nobody notice
+            raise UserError(f"target.path={info.path!r}: has recurrent layers that its config does not name; unsupported")
+        self._why_not = unsupported(model) if info.packs else f"layers of kind {info.not_packed!r} take one document a row"
+        if compile and self._why_not:
+            raise UserError(
+                f"target.path={info.path!r}: cannot be compiled for packed rows: {self._why_not}; leave target.compile open"
+            )
+        self.compiled = self._why_not is None and (compile if compile is not None else self.device.type == "cuda")
+        # Where a whole layer cannot be a graph (some mixtures of experts), the attention is one of its own.
+        whole = self.compiled and getattr(model, "_can_compile_fullgraph", False)
+        self._graph = shared_layer_graph(backend) if whole else None
 
     @classmethod
     def load(
@@ -198,12 +278,14 @@ class FrozenTarget:
         dtype: torch.dtype | None = None,
         attention: str = "sdpa",
         dense_limit_gib: float = 4.0,
+        compile: bool | None = None,
     ) -> FrozenTarget:
         """Read the weights.
 
         Args:
             dtype: default: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is slow.
             attention: Hugging Face attention implementation, one that takes a dense mask: "sdpa" or "eager".
+            dense_limit_gib, compile: see the class.
 
         Raises:
             UserError: if the weights cannot be read or some are missing.
@@ -228,7 +310,7 @@ class FrozenTarget:
         if missing := sorted(loading["missing_keys"]):
             # Transformers makes them up and only warns.
             raise UserError(f"target.path={info.path!r}: its weights lack tensor {missing[0]!r}; fetch the model again")
-        return cls(info, model.to(device), dense_limit_gib=dense_limit_gib)
+        return cls(info, model.to(device), dense_limit_gib=dense_limit_gib, compile=compile)
 
     @property
     def tokenizer(self) -> Any:
@@ -255,12 +337,13 @@ class FrozenTarget:
         return TargetEnds(self.model.get_input_embeddings().weight, head.weight)
 
     @contextmanager
-    def capture(self, layer_ids: Sequence[int], *, stop: bool = False) -> Iterator[dict[int, Tensor]]:
+    def capture(self, layer_ids: Sequence[int], *, stop: bool = False, teacher: bool = False) -> Iterator[dict[int, Tensor]]:
         """Collect the outputs of decoder layers during the forward passes inside the block.
 
         Args:
             layer_ids: ids as in :func:`dflash_lit.drafter.config.feature_layers`.
-            stop: end the pass after the last of them by raising :class:`_Reached` (for :meth:`features`).
+            stop: end the pass after the last of them, or before the head, by raising :class:`_Reached` (for :meth:`features`).
+            teacher: collect what the head would read, too, under the id ``LAST_HIDDEN``.
 
         Yields:
             dict from layer id to hidden states [R, S, H]; filled anew by each pass.
@@ -271,51 +354,119 @@ class FrozenTarget:
         def keep(layer_id: int) -> Any:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
                 found[layer_id] = output[0] if isinstance(output, tuple) else output
-                if stop and layer_id == last:
+                if stop and not teacher and layer_id == last:
                     raise _Reached
 
             return hook
 
+        def before_head(module: nn.Module, inputs: Any) -> None:
+            found[LAST_HIDDEN] = inputs[0]
+            if stop:
+                raise _Reached
+
         handles = [self._layers[i].register_forward_hook(keep(i)) for i in sorted(set(layer_ids))]
+        if teacher:  # the head's input rather than the output of a norm, which each family calls otherwise
+            handles.append(self.model.get_output_embeddings().register_forward_pre_hook(before_head))
         try:
             yield found
         finally:
             for handle in handles:
                 handle.remove()
 
-    @torch.no_grad()
     def features(self, input_ids: Tensor, document_ids: Tensor, position_ids: Tensor, layer_ids: Sequence[int]) -> Tensor:
-        """Context features of packed rows: [R, S, len(layer_ids) * H] in the target's dtype.
+        """Context features of packed rows: [R, S, len(layer_ids) * H] in the target's dtype, on its device.
 
-        Documents do not see each other. The pass ends after the last feature layer; no logits are made.
+        Documents do not see each other. The pass ends after the last feature layer; no logits are made. On a GPU packed rows
+        are only put in line: nothing here waits for the device.
+
+        Args:
+            input_ids, document_ids, position_ids: integer [R, S] as in
+                :class:`~dflash_lit.data.packing.PackedRows`, on any device.
 
         Raises:
-            UserError: before allocation, if the dense document mask would be too large.
+            UserError: before allocation, if dense attention is what would run and its scores would be too large; or if a row
+                holds several documents and the target is not one that ``packs``.
         """
-        rows, tokens = input_ids.shape
-        heads = int(self.info.text.num_attention_heads)
-        scores = rows * heads * tokens * tokens * 4
-        if scores > self.dense_limit_gib * 2**30:
-            raise UserError(
-                f"the target's dense attention over {rows} rows of {tokens} tokens may take {scores / 2**30:.1f} GiB a layer, "
-                f"over target.dense_limit_gib={self.dense_limit_gib:g}: lower data.row_tokens or data.rows_per_batch, "
-                "or raise the limit"
-            )
-        ids, documents, positions = (x.to(self.device) for x in (input_ids, document_ids, position_ids))
-        mask: Any = self._mask(documents)
-        kinds = set(getattr(self.info.text, "layer_types", None) or ["full_attention"])
-        if "sliding_attention" in kinds:
-            mask = {"full_attention": mask, "sliding_attention": self._mask(documents, int(self.info.text.sliding_window))}
-        with self.capture(layer_ids, stop=True) as found:
+        return self._features(input_ids, document_ids, position_ids, layer_ids, teacher=False)[0]
+
+    def features_and_last_hidden(
+        self, input_ids: Tensor, document_ids: Tensor, position_ids: Tensor, layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and what the target's head would read: the last hidden state after the final norm, [R, S, H].
+
+        All layers run, the head does not: logits of a row would take the vocabulary's size a token.
+        """
+        features, last_hidden = self._features(input_ids, document_ids, position_ids, layer_ids, teacher=True)
+        assert last_hidden is not None
+        return features, last_hidden
+
+    def _features(
+        self, input_ids: Tensor, document_ids: Tensor, position_ids: Tensor, layer_ids: Sequence[int], *, teacher: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.info.packs:
+            self._refuse_several_documents(document_ids)
+        self._refuse_large(*input_ids.shape)
+        # Not in inference mode, which validation turns on: its tensors are of another kind, for which layers compile anew. It
+        # resets grad mode, so that comes second. The copies are there for tensors that the caller made in inference mode.
+        with torch.inference_mode(False), torch.no_grad(), self.capture(layer_ids, stop=True, teacher=teacher) as found:
+            ids, documents = (x.to(self.device, non_blocking=True, copy=True) for x in (input_ids, document_ids))
+            positions: Tensor | None = position_ids.to(self.device, torch.long, non_blocking=True, copy=True)
+            mask: Any = None
+            if self.info.packs:
+                masks = {kind: self._mask(documents, window) for kind, window in self.info.windows.items()}
+                # By kind where layers differ; models whose layers are all alike take the mask itself.
+                mask = masks if len(masks) > 1 else next(iter(masks.values()))
+            else:
+                positions = None  # they start again at padding, which Transformers would take for another document
             try:
-                self.model(input_ids=ids, attention_mask=mask, position_ids=positions.long(), use_cache=False)
+                with self._packed():
+                    self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
             except _Reached:
                 pass
             else:
                 raise RuntimeError("the target's forward pass did not go through its feature layers")
-        return torch.cat([found[i] for i in layer_ids], dim=-1)
+            return torch.cat([found[i] for i in layer_ids], dim=-1), found.get(LAST_HIDDEN)
 
-    def _mask(self, documents: Tensor, window: int | None = None) -> Tensor:
+    @contextmanager
+    def _packed(self) -> Iterator[None]:
+        """The layers as compiled ones for packed rows, if that is how this target runs them."""
+        if not self.compiled:
+            yield
+            return
+        try:
+            with packed_layers(self._layers, PACKED, self._graph):
+                yield
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            said = "; ".join(line.strip() for line in str(error).strip().splitlines()[:2])
+            raise UserError(
+                f"target.path={self.info.path!r}: its layers could not be compiled ({said}); "
+                "target.compile=false runs rows by dense attention, as far as target.dense_limit_gib allows"
+            ) from error
+
+    def _refuse_several_documents(self, document_ids: Tensor) -> None:
+        """For targets that do not pack. Looks at the ids: free on the CPU, where the loader makes them."""
+        if bool(((document_ids != document_ids[:, :1]) & (document_ids >= 0)).any()):
+            raise UserError(
+                f"target.path={self.info.path!r}: no mask keeps layers of kind {self.info.not_packed!r} to one document of a row; "
+                "give one document a row, at its beginning (pack(..., one_per_row=True))"
+            )
+
+    def _refuse_large(self, rows: int, tokens: int) -> None:
+        """Refuse dense attention whose scores would be too large; without a mask of ours sdpa never has them all."""
+        if self.compiled or (not self.info.packs and self.model.config._attn_implementation != "eager"):
+            return
+        scores = rows * int(getattr(self.info.text, "num_attention_heads", None) or 0) * tokens * tokens * 4
+        if scores > self.dense_limit_gib * 2**30:
+            instead = f" (not compiled: {self._why_not})" if self._why_not else ""
+            raise UserError(
+                f"the target's dense attention{instead} over {rows} rows of {tokens} tokens may take {scores / 2**30:.1f} GiB a layer, "
+                f"over target.dense_limit_gib={self.dense_limit_gib:g}: lower data.row_tokens or data.rows_per_batch, "
+                "or raise the limit"
+            )
+
+    def _mask(self, documents: Tensor, window: int | None) -> Tensor | BlockMask:
+        if self.compiled:
+            return packed_mask(documents, window)
         visible = document_mask(documents, window)
         if self.model.config._attn_implementation != "eager":
             return visible

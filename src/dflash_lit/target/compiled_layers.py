@@ -1,0 +1,62 @@
+"""The target's decoder layers as one compiled graph, for as long as a packed row runs through them.
+
+Layers, not the model: a graph of one layer compiles once for all of them (one more for sliding layers), and the hooks that
+take features and end the pass stay outside, where they are ordinary Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from dflash_lit.attention.compiled import compiled
+
+__all__ = ["packed_layers", "shared_layer_graph"]
+
+_serial = count()
+
+
+def _layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # By its class: `layer.forward` is what leads here.
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def shared_layer_graph(backend: str = "inductor") -> Callable[..., Any]:
+    """A compiled ``(layer, *args, **kwargs) -> outputs`` for all layers of one target.
+
+    Nothing in it names the layer, so layers of equal sizes share a graph: weights are inputs. Dynamo keeps graphs by code
+    object and allows eight of each; every target gets its own, or the ninth of a sweep would be refused.
+    """
+    code = _layer.__code__.replace(co_name=f"target_layer_{next(_serial)}")
+    return compiled(FunctionType(code, _layer.__globals__, code.co_name), backend=backend)
+
+
+@contextmanager
+def packed_layers(layers: nn.ModuleList, attention: str, graph: Callable[..., Any] | None) -> Iterator[None]:
+    """Inside the block ``layers`` use ``attention``, and run through ``graph`` unless that is None.
+
+    Both are taken back afterwards: generating and decoding go through the same layers with caches and lengths that change
+    with every token, and would compile anew for each.
+    """
+    # Where the layers look: of a target with several modalities only the language model's config, whether copied or shared.
+    found = {id(c): c for m in layers.modules() if isinstance(c := getattr(m, "config", None), PretrainedConfig)}
+    before = [(config, config._attn_implementation) for config in found.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation = attention
+        if graph is not None:
+            for layer in layers:
+                layer.forward = partial(graph, layer)
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+        for config, name in before:
+            config._attn_implementation = name
