@@ -53,7 +53,7 @@ class Acceptance(Callback):
             return
         assert isinstance(pl_module, DrafterModule)
         tau = self._tau(trainer, pl_module)
-        pl_module.log("acceptance/tau_greedy", tau, prog_bar=True)
+        pl_module.log("acceptance/tau_greedy", tau)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         tau, promised = trainer.callback_metrics.get("acceptance/tau_greedy"), trainer.callback_metrics.get("val/chain_eal")

@@ -32,6 +32,12 @@ def planned(*overrides: str) -> Plan:
     return make_plan(configured("trainer.accelerator=cpu", *overrides))
 
 
+def test_soft_labels_take_the_temperature_of_the_responses() -> None:
+    assert planned("objective=soft").objective.temperature == 0.7
+    assert planned("objective=soft", "data.temperature=0").objective.temperature == 1.0
+    assert planned("objective=soft", "objective.temperature=0.5").objective.temperature == 0.5
+
+
 def choices() -> list[str]:
     needed = {"target/hf": "target.path=somewhere", "data/file": "data.prompts=somewhere.txt"}
     found = []
@@ -108,7 +114,9 @@ def test_the_readmes_command_for_an_own_model_is_possible(tmp_path: Path) -> Non
     overrides = (
         command.group(1).replace("Qwen/Qwen3-8B", str(tmp_path)).replace("=prompts.jsonl", f"={tmp_path}/prompts.jsonl").split()
     )
-    plan = planned(*overrides)
+    with pytest.raises(UserError, match="dense attention"):  # the command is for a GPU; on a CPU it says what is too large
+        planned(*overrides)
+    plan = planned(*overrides, "drafter.dense_limit_gib=1e4")
     assert plan.drafter.target_layer_ids == (1, 9, 17, 25, 33)
     assert plan.drafter.num_hidden_layers == 5
     assert plan.drafter.initializer_range == 0.02
@@ -152,6 +160,10 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("data.response_tokens=1", r"data\.response_tokens=1"),
     ("data.response_tokens=4000", r"positions for 2048"),
     ("data.temperature=-1", r"data\.temperature=-1"),
+    ("objective.labels=both", r"objective\.labels='both'"),
+    ("objective.temperature=0", r"objective\.temperature=0"),
+    ("objective.capacity=0", r"objective\.capacity=0"),
+    ("objective.capacity=0.5", r"objective\.capacity=0\.5: only the kernels of a GPU"),
     ("data.prompts=/no/such.jsonl", r"data\.prompts='/no/such\.jsonl'"),
     ("data.held_out_share=1", r"data\.held_out_share=1"),
     ("target.path=/no/such/model", r"target\.path='/no/such/model'"),

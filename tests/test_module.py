@@ -56,12 +56,12 @@ class Watch(L.Callback):
 
 
 def build(
-    target: FrozenTarget, *, drafter: dict[str, Any] | None = None, weights: str = "dpace", **changes: Any
+    target: FrozenTarget, *, drafter: dict[str, Any] | None = None, weights: str = "dpace", labels: str = "hard", **changes: Any
 ) -> DrafterModule:
     torch.manual_seed(0)
     config = embedded_config(**{"target_fingerprint": target.fingerprint, **(drafter or {})})
     settings: dict[str, Any] = {"anchors": 8, "seed": 3, "lr": 1e-2, "tree_budgets": [4, 16]}
-    return DrafterModule(config.to_dict(), target.ends(), {"weights": weights}, **{**settings, **changes})
+    return DrafterModule(config.to_dict(), target.ends(), {"weights": weights, "labels": labels}, **{**settings, **changes})
 
 
 def rows_of(pieces: Sequence[Sequence[tuple[int, int]]], rows_per_batch: int, val: PackedRows | None = None) -> RowDataModule:
@@ -110,20 +110,21 @@ def test_the_gradient_is_the_same_for_any_accumulation(embedded: FrozenTarget, t
         torch.testing.assert_close(weight, end, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("weights", ["decay", "dpace"])
-def test_the_gradient_is_that_of_the_mean(embedded: FrozenTarget, tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize(("weights", "labels"), [("decay", "hard"), ("dpace", "hard"), ("dpace", "soft")])
+def test_the_gradient_is_that_of_the_mean(embedded: FrozenTarget, tmp_path: Path, weights: str, labels: str) -> None:
     """The trainer's gradient against plain autograd on sum / sum over all rows of the step."""
-    watch, module, rows = Watch(), build(embedded, weights=weights), packed_rows(UNEVEN)
+    watch, module, rows = Watch(), build(embedded, weights=weights, labels=labels), packed_rows(UNEVEN)
     data = rows_of(UNEVEN, 2)
-    trainer(embedded, tmp_path, max_steps=1, accumulate_grad_batches=4, callbacks=[watch]).fit(module, data)
-    again = build(embedded, weights=weights)
-    strategy = ColocatedStrategy(embedded, module.config.target_layer_ids)
+    strategy = ColocatedStrategy(embedded, module.config.target_layer_ids, teacher=labels == "soft")
+    settings = {"max_steps": 1, "accumulate_grad_batches": 4, "strategy": strategy}
+    trainer(embedded, tmp_path, callbacks=[watch], **settings).fit(module, data)
+    again = build(embedded, weights=weights, labels=labels)
     batch = {
         **{name: torch.from_numpy(getattr(rows, name)) for name in ("document_ids", "position_ids", "supervised")},
         "input_ids": torch.from_numpy(rows.input_ids).long(),
         "row_ids": torch.arange(len(rows)),
     }
-    batch["features"] = strategy.features(batch)
+    batch = strategy.with_features(batch)
     blocks = again.blocks(batch, epoch=0)
     result = again.loss(batch, blocks, again(batch, blocks))
     (result.numerator / result.denominator).backward()
@@ -253,3 +254,24 @@ def test_another_drafter_is_not_resumed(
 def test_large_attention_is_refused(embedded: FrozenTarget, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"drafter\.dense_limit_gib"):
         trainer(embedded, tmp_path, max_steps=1).fit(build(embedded, dense_limit_gib=1e-4), rows_of(UNEVEN, 4))
+
+
+def test_a_soft_label_is_what_the_target_says_there(embedded: FrozenTarget) -> None:
+    """Slot k's teacher is the target's distribution after token a + k - 1: of one document, what the model itself says."""
+    module = build(embedded, labels="soft")
+    rows = packed_rows([[(90, 10)]])
+    batch = {
+        "input_ids": torch.from_numpy(rows.input_ids).long(),
+        **{name: torch.from_numpy(getattr(rows, name)) for name in ("document_ids", "position_ids", "supervised")},
+        "row_ids": torch.arange(1),
+    }
+    batch = ColocatedStrategy(embedded, module.config.target_layer_ids, teacher=True).with_features(batch)
+    blocks = module.blocks(batch, 0)
+    teacher = module._teacher(batch["last_hidden"], blocks) @ module.head.T
+    with torch.no_grad():
+        logits = embedded.model(batch["input_ids"][:, :90]).logits[0]
+    for block, anchor in enumerate(blocks.anchors[0].tolist()):
+        for slot in range(1, module.config.block_size):
+            if blocks.label_ok[0, block, slot - 1]:
+                assert blocks.labels[0, block, slot - 1] == batch["input_ids"][0, anchor + slot]
+                torch.testing.assert_close(teacher[block, slot - 1], logits[anchor + slot - 1], rtol=1e-3, atol=1e-3)

@@ -218,6 +218,8 @@ def make_plan(cfg: TrainConfig) -> Plan:
         use_reentrant=cfg.objective.use_reentrant,
     )
     device = _device(cfg.trainer.accelerator)
+    if device.type == "cpu" and objective.capacity < 1:
+        raise UserError(f"objective.capacity={objective.capacity:g}: only the kernels of a GPU leave slots out; use 1 on a CPU")
     if cfg.drafter.block_size < 2:  # before derived values make it less plain
         raise UserError(
             f"drafter.block_size={cfg.drafter.block_size}: a block needs the anchor and at least one mask slot; use 2 or more"
