@@ -14,6 +14,7 @@ from torch import Tensor
 from dflash_lit.blocks import Blocks
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.module import DrafterModule
+from dflash_lit.placement.flops import drafter_flop
 from dflash_lit.target.frozen import TargetEnds
 
 
@@ -81,21 +82,10 @@ def useful_flop(module: DrafterModule, batch: dict[str, Tensor], blocks: Blocks)
     """FLOP that forward and backward need at least, nothing computed twice; the head and the embedding are frozen."""
     c = module.config
     rows, tokens = batch["input_ids"].shape
-    noise, context = rows * module.anchors * c.block_size, rows * tokens
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    layer = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size)
     # Visible pairs of these very anchors: the tokens of the document before the anchor, and the block itself.
     before = batch["position_ids"].gather(1, blocks.anchors.long()) * blocks.valid
     pairs = float((before + c.block_size).sum()) * c.block_size
-    slots = rows * module.anchors * (c.block_size - 1)
-    return {
-        "layers": 6.0 * noise * layer * c.num_hidden_layers,
-        # Two products forward, five backward (scores again, and four gradients).
-        "attention": 3.5 * 4 * pairs * q * c.num_hidden_layers,
-        "head": 4.0 * slots * c.hidden_size * c.vocab_size,
-        # The features need no gradient: their product has two passes, those of the context's keys and values three.
-        "context": context * c.hidden_size * (4.0 * c.feature_size + 12.0 * kv * c.num_hidden_layers),
-    }
+    return drafter_flop(c, rows=rows, tokens=tokens, anchors=module.anchors, pairs=pairs)
 
 
 def matmul_rate(size: int = 8192, repeats: int = 10, *, warm_up: int = 3) -> float:

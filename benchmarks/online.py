@@ -19,6 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.module import DrafterModule
+from dflash_lit.placement.flops import layer_weights, target_flop
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
 
@@ -48,13 +49,15 @@ def random_target(config: DrafterConfig, device: torch.device) -> FrozenTarget:
     return FrozenTarget(TargetInfo("random", described, None), model)  # type: ignore[arg-type]
 
 
-def target_flop(config: DrafterConfig, batch: dict[str, torch.Tensor]) -> float:
+def used_flop(config: DrafterConfig, batch: dict[str, torch.Tensor]) -> float:
     """FLOP of the target's layers up to its last feature layer: forward only, no logits."""
     layers = max(config.target_layer_ids) + 1
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    pairs = float((batch["position_ids"] + 1).sum())
-    return layers * (2.0 * batch["input_ids"].numel() * layer + 4.0 * pairs * q)
+    return target_flop(
+        layers * layer_weights(config),
+        tokens=batch["input_ids"].numel(),
+        pairs=layers * float((batch["position_ids"] + 1).sum()),
+        width=config.num_attention_heads * config.head_dim,
+    )
 
 
 def main() -> None:
@@ -110,7 +113,7 @@ def main() -> None:
     tokens = shape.rows * shape.tokens
     with torch.no_grad():
         drafter = sum(useful_flop(module, rows[0], module.blocks(rows[0], 0)).values())
-    flop = target_flop(config, rows[0])
+    flop = used_flop(config, rows[0])
     line: dict[str, Any] = {
         "shape": args.shape,
         "tokens_per_s": round(tokens / milliseconds * 1000),

@@ -46,7 +46,8 @@ class DrafterSection:
     rope_parameters: dict[str, Any] = field(default_factory=dict)  # empty: the target's
     initializer_range: Optional[float] = None  # the target's, more below a width of 1024
     init_from: Optional[str] = None  # folder of an exported drafter to start from
-    dense_limit_gib: float = 4.0  # refuse dense attention beyond this
+    dense_limit_gib: float = 4.0  # refuse dense attention beyond this (CPU)
+    compile: Optional[bool] = None  # on a GPU, where attention is never anything else
 
 
 @dataclass

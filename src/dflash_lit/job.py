@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
 import transformers
 import wandb
 from hydra.utils import instantiate
@@ -26,6 +27,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.documents import Document
@@ -97,10 +99,13 @@ class Job:
         self.started = time.monotonic()
 
     def __enter__(self) -> Job:
+        if self.plan.device.type == "cuda" or self.cfg.drafter.compile or self.cfg.target.compile:
+            use_cache()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the W&B run, so that the next job of a sweep starts its own."""
+        """End the W&B run and forget the graphs, so that the next job of a sweep starts its own."""
+        torch.compiler.reset()
         if wandb.run is not None:
             wandb.finish(exit_code=0 if kind is None else 1)
 
@@ -234,6 +239,7 @@ class Job:
             warmup=cfg.optimizer.warmup,
             tree_budgets=list(cfg.evaluation.tree_budgets),
             dense_limit_gib=cfg.drafter.dense_limit_gib,
+            compile_on_cpu=bool(cfg.drafter.compile),
         )
         if cfg.drafter.init_from is not None:
             warm = load_drafter(cfg.drafter.init_from)
@@ -260,6 +266,7 @@ class Job:
             strategy=strategy,
             devices=1,
             precision=self.plan.precision,  # type: ignore[arg-type]
+            inference_mode=False,  # no_grad instead: one kind of tensors, so one set of graphs
             max_steps=settings.max_steps,
             max_epochs=-1,
             accumulate_grad_batches=settings.accumulate_grad_batches,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from transformers import get_cosine_schedule_with_warmup
 
 from dflash_lit.attention.block_mask import block_mask
-from dflash_lit.attention.dense import block_attention, refuse_large
+from dflash_lit.attention.dense import block_attention, dense_block_mask, refuse_large
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise, slot_tokens
 from dflash_lit.drafter.compiled import CompiledDrafter
@@ -55,6 +56,7 @@ class DrafterModule(L.LightningModule):
         warmup: share of the steps until the learning rate is full; then a cosine to zero.
         tree_budgets: budgets of ``val/tree_eal@...``.
         dense_limit_gib: refuse dense attention over this size.
+        compile_on_cpu: run the drafter through its graphs on a CPU, too (a GPU always does).
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class DrafterModule(L.LightningModule):
         warmup: float = 0.04,
         tree_budgets: Sequence[int] = (16, 64, 256),
         dense_limit_gib: float = 4.0,
+        compile_on_cpu: bool = False,
     ) -> None:
         super().__init__()
         objective = Objective(**(objective or {})).to_dict()
@@ -81,7 +84,8 @@ class DrafterModule(L.LightningModule):
         self.config = DrafterConfig.from_dict(drafter)
         self.objective = Objective(**objective)
         self.drafter = Drafter(self.config)
-        self._compiled = CompiledDrafter(self.drafter)  # used on a GPU; nothing is compiled before the first call
+        self._compiled = CompiledDrafter(self.drafter)  # nothing is compiled before the first call
+        self._compile_on_cpu = compile_on_cpu
         self.register_buffer("embed", ends.embed.detach(), persistent=False)
         if ends.head is not ends.embed:
             self.register_buffer("untied_head", ends.head.detach(), persistent=False)
@@ -133,12 +137,20 @@ class DrafterModule(L.LightningModule):
         features = batch["features"].to(dtype)
         noise = F.embedding(blocks.noise_ids, self.embed).to(dtype)  # type: ignore[arg-type]
         positions = batch["position_ids"]
-        if kind == "cuda":
-            return self._compiled(features, noise, positions, blocks.positions, block_mask(layout))
-        rows, tokens = batch["input_ids"].shape
-        refuse_large(rows, self.config.num_attention_heads, layout.queries, tokens, self.dense_limit_gib)
-        hidden = self.drafter.draft(noise, blocks.positions, self.drafter.context(features, positions), block_attention(layout))
-        return hidden.view(rows * self.anchors, self.config.block_size, -1)[:, 1:]
+        if kind != "cuda":
+            rows, tokens = batch["input_ids"].shape
+            refuse_large(rows, self.config.num_attention_heads, layout.queries, tokens, self.dense_limit_gib)
+        if self.compiles:
+            mask = block_mask(layout) if kind == "cuda" else dense_block_mask(layout)
+            return self._compiled(features, noise, positions, blocks.positions, mask)
+        context = self.drafter.context(features, positions)
+        hidden = self.drafter.draft(noise, blocks.positions, context, block_attention(layout))
+        return hidden.view(layout.rows * self.anchors, self.config.block_size, -1)[:, 1:]
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the drafter runs through its graphs: always on a GPU, where attention exists only compiled."""
+        return self._compile_on_cpu or self.device.type == "cuda"
 
     def loss(self, batch: Batch, blocks: Blocks, hidden: Tensor, *, top: int = 0) -> HeadResult:
         """The objective's sums for :meth:`forward`'s ``hidden``, through the target's head.
@@ -158,6 +170,12 @@ class DrafterModule(L.LightningModule):
             return fused_head_loss(*arguments, capacity=self._capacity(hidden), **options)
         return head_loss(*arguments, use_reentrant=objective.use_reentrant, **options)
 
+    def _measured(self, batch: Batch, blocks: Blocks) -> HeadResult:
+        """The validation pass, through the graphs of training: without grad mode it would need three more of its own."""
+        with torch.set_grad_enabled(self.compiles and not torch.is_inference_mode_enabled()):
+            hidden = self(batch, blocks).detach()  # and what was kept for a backward pass is freed
+        return self.loss(batch, blocks, hidden, top=max(self.tree_budgets))
+
     def _teacher(self, last_hidden: Tensor, blocks: Blocks) -> Tensor:
         """[R * A, B - 1, H] what the target's head saw when it predicted the tokens of slots 1..B-1."""
         before = slot_tokens(blocks.anchors, self.config.block_size)[..., :-1].clamp(max=last_hidden.shape[1] - 1)
@@ -167,6 +185,49 @@ class DrafterModule(L.LightningModule):
     def _capacity(self, hidden: Tensor) -> int | None:
         share = self.objective.capacity
         return None if share == 1 else max(round(share * hidden.shape[0] * hidden.shape[1]), 1)
+
+    # -- compilation
+
+    def warm_up_parts(self, trainer: L.Trainer) -> dict[str, Callable[[], object]]:
+        """What a fit of ``trainer`` runs compiled, by name: functions over a representative batch that leave no trace.
+
+        Empty where nothing is compiled. The batch has the shapes of every batch of the run: rows are packed to one length, and
+        incomplete batches are filled up or left out.
+        """
+        if not self.compiles:
+            return {}
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        rows = strategy.batch_to_device(trainer.datamodule.example_batch(), self.device)  # type: ignore[attr-defined]
+        batch: Batch = {}
+
+        def features() -> None:
+            # The target's graphs, where it is in this process; made first, as the others need its result.
+            batch.update(strategy.with_features(rows))  # type: ignore[attr-defined]
+
+        def train() -> None:
+            with self._mode(True), precision.train_step_context():
+                blocks = self.blocks(batch, 0)
+                result = self.loss(batch, blocks, self(batch, blocks))
+            # Not backward(): that would fill .grad and wake up what waits for gradients, a data-parallel reducer for one.
+            torch.autograd.grad(result.numerator * self._unit(batch), list(self.drafter.parameters()))
+
+        def validate() -> None:
+            # The Trainer is told not to use inference mode, in which tensors are of another kind and need other graphs.
+            with torch.no_grad(), self._mode(False), precision.val_step_context():
+                blocks = self.blocks(batch, _VALIDATION_EPOCH)
+                self._measured(batch, blocks)
+
+        return {"features": features, "train": train, "validation": validate}
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        """Training or evaluation mode inside the block."""
+        before = self.training
+        self.train(training)
+        try:
+            yield
+        finally:
+            self.train(before)
 
     # -- training
 
@@ -234,7 +295,7 @@ class DrafterModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         blocks = self.blocks(batch, _VALIDATION_EPOCH)
-        result = self.loss(batch, blocks, self(batch, blocks), top=max(self.tree_budgets))
+        result = self._measured(batch, blocks)
         # Lengths are measured on blocks with every label, so that a document's end does not look like a rejection. The
         # others are kept in the arrays (static shapes) and counted as zero.
         complete = blocks.label_ok.flatten(0, 1).all(dim=-1)

@@ -218,6 +218,8 @@ def make_plan(cfg: TrainConfig) -> Plan:
         use_reentrant=cfg.objective.use_reentrant,
     )
     device = _device(cfg.trainer.accelerator)
+    if device.type == "cuda" and cfg.drafter.compile is False:
+        raise UserError("drafter.compile=false: on a GPU the drafter's attention exists only compiled; leave it null")
     if device.type == "cpu" and objective.capacity < 1:
         raise UserError(f"objective.capacity={objective.capacity:g}: only the kernels of a GPU leave slots out; use 1 on a CPU")
     if cfg.drafter.block_size < 2:  # before derived values make it less plain

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from dflash_lit.attention.block_mask import block_mask
-from dflash_lit.attention.dense import full_attention
+from dflash_lit.attention.dense import dense_block_mask, full_attention
 from dflash_lit.attention.flex import flex_attend
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.drafter.compiled import CompiledDrafter
@@ -18,7 +18,9 @@ from tests.helpers import drafter_config, lively_drafter, random
 ROWS, TOKENS, ANCHORS, SIZE = 2, 128, 6, 8
 
 
-def case(layers: int = 3, *, causal: bool = False) -> tuple[CompiledDrafter, dict[str, Tensor], BlockLayout]:
+def case(
+    layers: int = 3, *, causal: bool = False, backend: str = "inductor"
+) -> tuple[CompiledDrafter, dict[str, Tensor], BlockLayout]:
     config = drafter_config(
         num_hidden_layers=layers, head_dim=16, block_size=SIZE, causal=causal, target_layer_ids=(1, 2), num_target_layers=6
     )
@@ -35,7 +37,7 @@ def case(layers: int = 3, *, causal: bool = False) -> tuple[CompiledDrafter, dic
         "context_positions": torch.arange(TOKENS).repeat(ROWS, 1),
         "positions": (anchors[..., None] + torch.arange(SIZE)).flatten(1),
     }
-    return CompiledDrafter(drafter), inputs, BlockLayout(anchors, valid, documents, SIZE, causal)
+    return CompiledDrafter(drafter, backend=backend), inputs, BlockLayout(anchors, valid, documents, SIZE, causal)
 
 
 def plain(compiled: CompiledDrafter, inputs: dict[str, Tensor], layout: BlockLayout) -> Tensor:
@@ -56,12 +58,11 @@ def test_graphs_give_the_plain_models_hidden_states() -> None:
     assert counters["stats"]["unique_graphs"] == 3  # context, one for all three layers, end
 
     # Other anchors, documents and weights are other content of the same shapes.
-    other, inputs, layout = case()
     shifted = BlockLayout((layout.anchors - 1).clamp(min=0), layout.valid, layout.document_ids.flip(0), SIZE)
-    with torch.no_grad():
-        for parameter in other.drafter.parameters():
-            parameter.mul_(1.1)
-    torch.testing.assert_close(other(**inputs, mask=block_mask(shifted)), plain(other, inputs, shifted), rtol=1e-4, atol=1e-4)
+    for parameter in compiled.drafter.parameters():
+        parameter.mul_(1.1)
+    hidden = compiled(**inputs, mask=block_mask(shifted))
+    torch.testing.assert_close(hidden, plain(compiled, inputs, shifted), rtol=1e-4, atol=1e-4)
     assert counters["stats"]["unique_graphs"] == 3
 
 
@@ -82,3 +83,38 @@ def test_the_refusal_names_the_bytes() -> None:
     context, block = (torch.empty(1, 8, count, 128, device="meta") for count in (40_000, 32_768))
     with pytest.raises(UserError, match=r"32 heads x 32768 queries x 72768 keys takes 305\.2 GB \(284\.2 GiB\)"):
         attend(queries, (context, context), (block, block))
+
+
+def test_the_graphs_of_a_cpu_train_like_the_plain_model() -> None:
+    """With the dense mask of CPUs, gradients and all: one graph serves every layer and every step."""
+    compiled, inputs, layout = case(backend="aot_eager")
+    direction = random(ROWS * ANCHORS, SIZE - 1, 32, seed=9)
+
+    def gradients(hidden: Tensor) -> dict[str, Tensor]:
+        compiled.drafter.zero_grad()
+        (hidden * direction).sum().backward()
+        return {name: p.grad.clone() for name, p in compiled.drafter.named_parameters() if p.grad is not None}
+
+    counters.clear()
+    for _ in range(2):
+        ours = gradients(compiled(**inputs, mask=dense_block_mask(layout)))
+        expected = gradients(plain(compiled, inputs, layout))
+        assert ours.keys() == expected.keys() == dict(compiled.drafter.named_parameters()).keys()
+        for name, gradient in ours.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+def test_a_second_drafter_has_graphs_of_its_own() -> None:
+    """Eight variants of one code object are Dynamo's limit; drafters of a sweep must not share it."""
+    for hidden in range(10):
+        compiled = CompiledDrafter(
+            lively_drafter(drafter_config(num_hidden_layers=1, intermediate_size=8 + hidden)), backend="eager"
+        )
+        inputs, layout = {**case()[1]}, case()[2]
+        layout = BlockLayout(layout.anchors, layout.valid, layout.document_ids, SIZE)
+        config = compiled.drafter.config
+        assert config.block_size == 4
+        inputs["noise"], inputs["positions"] = inputs["noise"][:, : ANCHORS * 4], inputs["positions"][:, : ANCHORS * 4]
+        mask = dense_block_mask(BlockLayout(layout.anchors, layout.valid, layout.document_ids, 4))
+        assert compiled(**inputs, mask=mask).isfinite().all()

@@ -25,6 +25,14 @@ from dflash_lit.objective.head import HeadResult, Weigh, head_loss, tree_lengths
 if not torch.cuda.is_available() and isinstance(triton.language.sum, triton.JITFunction):
     raise RuntimeError("Triton was imported before TRITON_INTERPRET=1 was set: set it first, in tests/conftest.py")
 
+if not torch.cuda.is_available():
+    import numpy as np
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip(
+            "the interpreter of this Triton does not work with this NumPy (it makes ints of arrays)", allow_module_level=True
+        )
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Impossible tokens meet in branches that are not taken; numpy, which stands in for the GPU, mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -7,6 +7,7 @@ scale, so it computes its bytes first and refuses past a limit.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,15 @@ from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.attention.mask import BlockLayout, block_visible, context_visible, dense_mask
 from dflash_lit.errors import UserError
 
-__all__ = ["block_attention", "dense_bytes", "full_attention", "refuse_large"]
+__all__ = [
+    "DenseMask",
+    "attend_blocks",
+    "block_attention",
+    "dense_block_mask",
+    "dense_bytes",
+    "full_attention",
+    "refuse_large",
+]
 
 
 def dense_bytes(rows: int, heads: int, queries: int, row_tokens: int, *, element_size: int = 4) -> tuple[int, int]:
@@ -52,12 +61,28 @@ def full_attention(layout: BlockLayout) -> Attend:
     return attend
 
 
-def block_attention(layout: BlockLayout) -> Attend:
-    """The same function from ``S + B`` scores a query instead of ``S + A*B``: a block's noise is seen by itself alone."""
-    size, blocks = layout.block_size, layout.anchors.shape[1]
+class DenseMask(NamedTuple):
+    """What :func:`attend_blocks` adds to the scores.
+
+    Attributes:
+        context: fp32 [R, A, 1 or B, S].
+        block: fp32 [B, B].
+    """
+
+    context: Tensor
+    block: Tensor
+
+
+def dense_block_mask(layout: BlockLayout) -> DenseMask:
+    """0 where a key is visible, the least number where it is not."""
     hidden = torch.finfo(torch.float32).min
-    context_bias = torch.where(context_visible(layout), 0.0, hidden)  # [R, A, 1 or B, S]
-    block_bias = torch.where(block_visible(layout), 0.0, hidden)  # [B, B]
+    context = torch.where(context_visible(layout), 0.0, hidden)
+    return DenseMask(context, torch.where(block_visible(layout), 0.0, hidden))
+
+
+def attend_blocks(mask: DenseMask) -> Attend:
+    """:func:`full_attention` from ``S + B`` scores a query instead of ``S + A*B``: a block's noise is seen by itself alone."""
+    blocks, size = mask.context.shape[1], mask.block.shape[0]
 
     def attend(queries: Tensor, context: ContextKV, block: ContextKV) -> Tensor:
         rows, heads, _, dim = queries.shape
@@ -71,9 +96,14 @@ def block_attention(layout: BlockLayout) -> Attend:
         own_keys = block[0].reshape(rows, kv_heads, 1, blocks, size, dim)
         own_values = block[1].reshape(rows, kv_heads, 1, blocks, size, dim)
         near = split @ own_keys.transpose(-1, -2)
-        scores = torch.cat([far + context_bias[:, None, None], near + block_bias], dim=-1)
+        scores = torch.cat([far + mask.context[:, None, None], near + mask.block], dim=-1)
         weights = scores.float().softmax(dim=-1).to(queries.dtype)
         out = weights[..., :tokens].reshape(rows, kv_heads, -1, tokens) @ context[1]
         return (out.view_as(split) + weights[..., tokens:] @ own_values).reshape(rows, heads, -1, dim)
 
     return attend
+
+
+def block_attention(layout: BlockLayout) -> Attend:
+    """:func:`attend_blocks` under the mask of ``layout``."""
+    return attend_blocks(dense_block_mask(layout))

@@ -33,7 +33,9 @@ def flex_attend(mask: BlockMask) -> Attend:
 
     def attend(queries: Tensor, context: ContextKV, block: ContextKV) -> Tensor:
         rows, heads, count, _ = queries.shape
-        refuse_eager("the drafter's attention", rows, heads, count, context[0].shape[2] + count)
+        refuse_eager(
+            torch.compiler.is_dynamo_compiling(), "the drafter's attention", rows, heads, count, context[0].shape[2] + count
+        )
         keys = torch.cat([context[0], block[0]], dim=2)
         values = torch.cat([context[1], block[1]], dim=2)
         out = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=KERNEL_OPTIONS)

@@ -218,6 +218,10 @@ class RowDataModule(lightning.LightningDataModule):
         self.rows_per_batch = rows_per_batch
         self.seed = seed
 
+    def example_batch(self) -> dict[str, Tensor]:
+        """The first training rows as a batch, whose shapes are those of every batch; no loader moves for it."""
+        return RowDataset(self.train).batch(range(min(self.rows_per_batch, len(self.train))), self.rows_per_batch)
+
     def train_dataloader(self) -> RowLoader:
         return self._loader(self.train, shuffle=True)
 

@@ -1,4 +1,4 @@
-"""The drafter's training forward pass on a GPU: three graphs, whatever the number of layers.
+"""The drafter's training forward pass, compiled: three graphs, whatever the number of layers.
 
 Context, layer and end are compiled apart. All layers share one graph: a fifth of the compile time of a whole model of five,
 and gradients become ready layer by layer, so that a data-parallel reduction can overlap the rest of the backward pass.
@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_lit.attention.attend import ContextKV
 from dflash_lit.attention.compiled import compiled
+from dflash_lit.attention.dense import DenseMask, attend_blocks
 from dflash_lit.attention.flex import flex_attend
 from dflash_lit.drafter.model import Drafter, Layer
 
@@ -24,8 +25,9 @@ def _context(drafter: Drafter, features: Tensor, cos: Tensor, sin: Tensor) -> li
     return drafter.context_turned(features, cos, sin)
 
 
-def _layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: ContextKV, mask: BlockMask) -> Tensor:
-    return layer(x, cos, sin, context, flex_attend(mask))
+def _layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: ContextKV, mask: BlockMask | DenseMask) -> Tensor:
+    attend = attend_blocks(mask) if isinstance(mask, DenseMask) else flex_attend(mask)
+    return layer(x, cos, sin, context, attend)
 
 
 def _end(drafter: Drafter, x: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ class CompiledDrafter:
         self._end = compiled(_end, backend=backend)
 
     def __call__(
-        self, features: Tensor, noise: Tensor, context_positions: Tensor, positions: Tensor, mask: BlockMask
+        self, features: Tensor, noise: Tensor, context_positions: Tensor, positions: Tensor, mask: BlockMask | DenseMask
     ) -> Tensor:
         """Hidden states of slots 1..B-1 after the final norm, [R * A, B - 1, H].
 
@@ -57,7 +59,7 @@ class CompiledDrafter:
             features: [R, S, n_ids * H].
             noise: [R, A * B, H] embeddings of the blocks' slots.
             context_positions: int [R, S]; positions: int [R, A * B].
-            mask: of the batch's layout.
+            mask: of the batch's layout; a dense one is for CPUs, where flex_attention has no backward pass.
         """
         # Outside the graphs: the frequencies move to the device when they are first used.
         angles = self.drafter.rotary(context_positions)

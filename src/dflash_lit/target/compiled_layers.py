@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -19,8 +17,6 @@ from transformers import PretrainedConfig
 from dflash_lit.attention.compiled import compiled
 
 __all__ = ["packed_layers", "shared_layer_graph"]
-
-_serial = count()
 
 
 def _layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -31,11 +27,9 @@ def _layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def shared_layer_graph(backend: str = "inductor") -> Callable[..., Any]:
     """A compiled ``(layer, *args, **kwargs) -> outputs`` for all layers of one target.
 
-    Nothing in it names the layer, so layers of equal sizes share a graph: weights are inputs. Dynamo keeps graphs by code
-    object and allows eight of each; every target gets its own, or the ninth of a sweep would be refused.
+    Nothing in it names the layer, so layers of equal sizes share a graph: weights are inputs.
     """
-    code = _layer.__code__.replace(co_name=f"target_layer_{next(_serial)}")
-    return compiled(FunctionType(code, _layer.__globals__, code.co_name), backend=backend)
+    return compiled(_layer, backend=backend)
 
 
 @contextmanager

@@ -61,7 +61,14 @@ def packed_mask(document_ids: Tensor, window: int | None = None) -> BlockMask:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
-    refuse_eager("the target's attention", query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    refuse_eager(
+        torch.compiler.is_dynamo_compiling(),
+        "the target's attention",
+        query.shape[0],
+        query.shape[1],
+        query.shape[2],
+        key.shape[2],
+    )
     out = flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
     assert isinstance(out, Tensor)
     return out
