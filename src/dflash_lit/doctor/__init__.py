@@ -1,8 +1,7 @@
 """``dflash-lit doctor``: what is installed, whether it fits together, and what to do where it does not.
 
 :func:`look` reads the facts of this machine into a :class:`Machine`, :func:`examine` judges them and touches nothing else.
-Libraries that do not fit together can keep torch itself from being imported, so nothing here needs it: where the command
-line fails, ``python -m dflash_lit.doctor`` still runs.
+Libraries that do not fit together can keep torch itself from being imported, so nothing here needs it.
 """
 
 from dflash_lit.doctor.examine import examine

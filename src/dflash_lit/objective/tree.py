@@ -17,14 +17,14 @@ __all__ = ["accepted_in_tree", "path_scores", "tree_thresholds"]
 
 
 @lru_cache(maxsize=16)
-def _pairs(budget: int, candidates: int) -> tuple[Tensor, Tensor]:
-    """Indices (i, r) with (i + 1)(r + 1) <= budget.
+def _pairs(budget: int, candidates: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Indices (i, r) with (i + 1)(r + 1) <= budget; kept on the device, as each copy to it would be waited for.
 
     With both lists sorted, the pair (i, r) has at least (i + 1)(r + 1) - 1 pairs that are no smaller: others never matter.
     """
     pairs = [(i, r) for i in range(budget) for r in range(min(candidates, budget // (i + 1)))]
     first, second = zip(*pairs, strict=True)
-    return torch.tensor(first), torch.tensor(second)
+    return torch.tensor(first, device=device), torch.tensor(second, device=device)
 
 
 def path_scores(label_log_probability: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def tree_thresholds(top_log_probs: Tensor, budgets: Sequence[int]) -> Tensor:
     blocks, depths, candidates = top_log_probs.shape
     frontier = top_log_probs[:, 0, :largest]
     everything = frontier
-    first, second = (index.to(top_log_probs.device) for index in _pairs(largest, candidates))
+    first, second = _pairs(largest, candidates, top_log_probs.device)
     for depth in range(1, depths):
         known = first < frontier.shape[1]
         sums = frontier[:, first.clamp(max=frontier.shape[1] - 1)] + top_log_probs[:, depth][:, second]
@@ -63,7 +63,7 @@ def tree_thresholds(top_log_probs: Tensor, budgets: Sequence[int]) -> Tensor:
     if everything.shape[1] < largest:
         missing = everything.new_full((blocks, largest - everything.shape[1]), -torch.inf)
         everything = torch.cat([everything, missing], dim=1)
-    return everything[:, [budget - 1 for budget in budgets]]
+    return torch.stack([everything[:, budget - 1] for budget in budgets], dim=1)
 
 
 def accepted_in_tree(scores: Tensor, thresholds: Tensor) -> Tensor:
