@@ -7,17 +7,19 @@ import time
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 
-from dflash_lit.compilation.seal import Seal
+from dflash_lit.compilation.seal import Seal, graphs_made
 from dflash_lit.compilation.warmup import Made, in_turn, undisturbed, warm_up
+from dflash_lit.errors import UserError
 from dflash_lit.module import DrafterModule
 
 __all__ = ["CompileWarmup"]
 
 
 class CompileWarmup(Callback):
-    """Makes the graphs of training, validation and, where it lives in this process, the target.
+    """Makes the graphs of training (those of validation, too) and, where it lives in this process, of the target.
 
     Runs in ``on_fit_start``: devices and process groups are there, and nothing has been computed, not even the sanity check.
     Parameters, gradients, optimizer, random numbers and metrics stay as they are: losses are those of a run without it.
@@ -46,9 +48,15 @@ class CompileWarmup(Callback):
         def run() -> None:
             with undisturbed(pl_module.device):
                 self.made = warm_up(parts, told)
+            if not graphs_made():
+                raise UserError(
+                    "the drafter was to be compiled, and nothing was: unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
+                    + (", or set drafter.compile=false" if pl_module.device.type == "cpu" else "")
+                )
 
         in_turn(run, trainer.strategy, trainer.global_rank, trainer.world_size)
         self.seconds = time.monotonic() - began
+        self._recompiles = torch.zeros((), device=pl_module.device)
         if self.seal is not None:
             self.seal.close()
 
@@ -61,7 +69,9 @@ class CompileWarmup(Callback):
     ) -> None:
         if self.seal is None or not self.seal.closed:
             return
-        pl_module.log("compile/recompiles", float(self.seal.check()))
+        self.seal.check()
+        # A tensor of the device: Lightning would copy a number there each time, and wait for it.
+        pl_module.log("compile/recompiles", self._recompiles)
         if self.made and self.seconds:
             totals = {
                 "warmup_s": self.seconds,

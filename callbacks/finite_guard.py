@@ -27,10 +27,12 @@ class FiniteGuard(Callback):
     ) -> None:
         if trainer.global_step % self.every and trainer.global_step != 1:
             return
-        loss = trainer.callback_metrics.get("train/loss")
         named = {"features of the target": batch["features"], **dict(pl_module.named_parameters())}
-        if loss is not None:
-            named["train/loss"] = loss
+        if "last_hidden" in batch:
+            named["last hidden states of the target"] = batch["last_hidden"]
+        for metric in ("train/loss", "train/gradient_norm"):
+            if metric in trainer.callback_metrics:
+                named[metric] = trainer.callback_metrics[metric]
         for name, tensor in named.items():
             if not bool(tensor.isfinite().all()):
                 raise UserError(

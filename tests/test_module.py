@@ -275,3 +275,13 @@ def test_a_soft_label_is_what_the_target_says_there(embedded: FrozenTarget) -> N
             if blocks.label_ok[0, block, slot - 1]:
                 assert blocks.labels[0, block, slot - 1] == batch["input_ids"][0, anchor + slot]
                 torch.testing.assert_close(teacher[block, slot - 1], logits[anchor + slot - 1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_checkpoint_from_before_soft_labels_resumes(embedded: FrozenTarget) -> None:
+    module = build(embedded)
+    saved = dict(module.hparams.items())
+    for name in ("labels", "temperature", "capacity"):
+        saved["objective"] = {key: value for key, value in saved["objective"].items() if key != name}
+    module.on_load_checkpoint({"hyper_parameters": saved})
+    with pytest.raises(UserError, match=r"objective\.labels=hard, this run soft"):
+        build(embedded, labels="soft").on_load_checkpoint({"hyper_parameters": saved})

@@ -248,7 +248,7 @@ class Job:
         self.console.print(
             f"  drafter of {size / 1e6:.1f} M parameters: {plan.drafter.num_hidden_layers} layers, blocks of {plan.drafter.block_size}, "
             f"features of target layers {', '.join(map(str, plan.drafter.target_layer_ids))}; "
-            f"{cfg.trainer.max_steps} steps of {cfg.optimizer.kind} on {plan.device.type} ({plan.precision}), {plan.objective.weights} weights"
+            f"{cfg.trainer.max_steps} steps of {cfg.optimizer.kind} on {plan.device.type} ({plan.precision}), {plan.objective} objective"
         )
         return module
 
@@ -332,7 +332,7 @@ class Job:
             "target": self.plan.info.path,
             "validated_on_train": self.cfg.data.validate_on_train,
             "block_size": self.plan.drafter.block_size,
-            "objective": self.plan.objective.weights,
+            "objective": str(self.plan.objective),
             "drafter_parameters": sum(p.numel() for p in module.drafter.parameters()),
             "target_parameters": sum(p.numel() for p in target.model.parameters()),
             "responses": len(data.responses.documents),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +38,7 @@ class DrafterModule(L.LightningModule):
     """Trains a drafter on token rows with features.
 
     Batches hold ``input_ids`` int64, ``document_ids`` and ``position_ids`` int32, ``supervised`` bool (all [R, S]),
-    ``row_ids`` int64 [R] and ``features`` [R, S, n_ids * H].
+    ``row_ids`` int64 [R] and ``features`` [R, S, n_ids * H]; for soft labels ``last_hidden`` [R, S, H], too.
 
     The loss is the sum of weighted nll over the sum of weights of *all* ranks and micro-batches of an optimizer step. The
     weights can depend on the drafter (D-PACE), so their sum is known only after the last micro-batch: backward runs on the
@@ -134,7 +133,7 @@ class DrafterModule(L.LightningModule):
         kind = self.device.type
         mixed = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if mixed else self.drafter.fc.weight.dtype
-        features = batch["features"].to(dtype)
+        features = batch["features"].detach().to(dtype).contiguous()  # whatever the placement made them from
         noise = F.embedding(blocks.noise_ids, self.embed).to(dtype)  # type: ignore[arg-type]
         positions = batch["position_ids"]
         if kind != "cuda":
@@ -167,7 +166,9 @@ class DrafterModule(L.LightningModule):
             # Imported where it is needed: a machine without Triton trains too.
             from dflash_lit.objective.fused_head import fused_head_loss
 
-            return fused_head_loss(*arguments, capacity=self._capacity(hidden), **options)
+            # What is measured is measured on all slots.
+            capacity = self._capacity(hidden) if hidden.requires_grad else None
+            return fused_head_loss(*arguments, capacity=capacity, **options)
         return head_loss(*arguments, use_reentrant=objective.use_reentrant, **options)
 
     def _measured(self, batch: Batch, blocks: Blocks) -> HeadResult:
@@ -207,9 +208,12 @@ class DrafterModule(L.LightningModule):
         def train() -> None:
             with self._mode(True), precision.train_step_context():
                 blocks = self.blocks(batch, 0)
-                result = self.loss(batch, blocks, self(batch, blocks))
+                hidden = self(batch, blocks)
+                leaf = hidden.detach().requires_grad_()
+                result = self.loss(batch, blocks, leaf)
+            (result.numerator * self._unit(batch)).backward()  # ends at the leaf
             # Not backward(): that would fill .grad and wake up what waits for gradients, a data-parallel reducer for one.
-            torch.autograd.grad(result.numerator * self._unit(batch), list(self.drafter.parameters()))
+            torch.autograd.grad(hidden, list(self.drafter.parameters()), leaf.grad)
 
         def validate() -> None:
             # The Trainer is told not to use inference mode, in which tensors are of another kind and need other graphs.
@@ -234,7 +238,8 @@ class DrafterModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         blocks = self.blocks(batch, self.current_epoch)
         result = self.loss(batch, blocks, self(batch, blocks))
-        complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
+        # Blocks with a label in every slot; one that was left out (objective.capacity) is none.
+        complete = (blocks.label_ok.flatten(0, 1) & (result.rank < self.head.shape[0])).all(dim=-1)
         length = ((accepted_lengths(result.hit) + 1) * complete).sum()
         counts = [length.float(), complete.sum().float(), result.dropped.float()]
         sums = torch.stack([result.numerator.detach(), result.denominator, *counts])
@@ -257,7 +262,7 @@ class DrafterModule(L.LightningModule):
         assert isinstance(total, Tensor)
         self._window = None
         # No weight at all: numerator and gradients are zero, and stay so.
-        denominator = torch.where(total[1] > 0, total[1], 1.0)
+        denominator = torch.where(total[1] == 0, 1.0, total[1])  # and NaN stays
         factor = self.trainer.world_size / (denominator * self._gradient_unit)
         for parameter in self.drafter.parameters():
             if parameter.grad is not None:
@@ -278,8 +283,12 @@ class DrafterModule(L.LightningModule):
         Lightning's own refuses a fused optimizer under mixed precision, because a fused step could undo the loss scale of
         fp16 itself. There is no scale in bf16.
         """
-        limit = math.inf if gradient_clip_val is None else gradient_clip_val
-        self.log("train/gradient_norm", torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), limit))
+        parameters = list(self.drafter.parameters())
+        if gradient_clip_val is not None:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self.log("train/gradient_norm", norm)
 
     def make_optimizer(self) -> Optimizer:
         """Over the drafter's parameters, with the settings given."""
@@ -333,7 +342,8 @@ class DrafterModule(L.LightningModule):
         compared = {f"drafter.{name}": (saved["drafter"].get(name), value) for name, value in self.config.to_dict().items()}
         # Chunking and the form of checkpointing change memory, not results.
         standard = Objective().to_dict()  # of checkpoints from before a field was added
-        for name in ("labels", "temperature", "weights", "gamma", "alpha"):
+        names = ["labels", "weights", "gamma", "alpha", "capacity"]
+        for name in [*names, "temperature"] if self.objective.labels == "soft" else names:
             then = saved["objective"].get(name, standard[name])
             compared[f"objective.{name}"] = (then, self.objective.to_dict()[name])
         compared |= {

@@ -122,6 +122,8 @@ def _teacher_temperature(cfg: TrainConfig) -> float:
     """Soft labels are those the responses were drawn from; of greedy ones, the target's plain distribution."""
     if cfg.objective.temperature is not None:
         return cfg.objective.temperature
+    if cfg.objective.labels == "hard":
+        return 1.0
     return cfg.data.temperature if 0 < cfg.data.temperature < math.inf else 1.0
 
 
@@ -205,8 +207,8 @@ def make_plan(cfg: TrainConfig) -> Plan:
         raise UserError(f"ckpt_path={cfg.ckpt_path!r}: no such file; give a .ckpt file from a run's checkpoints folder")
     if cfg.drafter.init_from is not None and not Path(cfg.drafter.init_from).is_dir():
         raise UserError(f"drafter.init_from={cfg.drafter.init_from!r}: no such folder; give that of an exported drafter")
-    if cfg.seed < 0:
-        raise UserError(f"seed={cfg.seed}: must be 0 or more")
+    if not 0 <= cfg.seed < 2**32:
+        raise UserError(f"seed={cfg.seed}: must lie in 0..{2**32 - 1}")
     objective = Objective(
         labels=cfg.objective.labels,
         temperature=_teacher_temperature(cfg),

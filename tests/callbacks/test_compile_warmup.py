@@ -11,12 +11,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from callbacks.compile_warmup import CompileWarmup
 from dflash_lit.attention.compiled import RecompileError
 from dflash_lit.compilation.seal import graphs_made
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.drafter.compiled import CompiledDrafter
+from dflash_lit.errors import UserError
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.strategy import ColocatedStrategy
 from dflash_lit.target.frozen import FrozenTarget
@@ -28,11 +30,12 @@ pytestmark = [
 ]
 
 
-def build(target: FrozenTarget, *, compile_on_cpu: bool = True) -> DrafterModule:
+def build(target: FrozenTarget, *, compile_on_cpu: bool = True, **objective: Any) -> DrafterModule:
     torch.manual_seed(0)
     config = embedded_config(target_fingerprint=target.fingerprint, num_hidden_layers=2)
+    objective = {"weights": "dpace", **objective}
     module = DrafterModule(
-        config.to_dict(), target.ends(), {"weights": "dpace"}, anchors=8, seed=3, lr=1e-2, compile_on_cpu=compile_on_cpu
+        config.to_dict(), target.ends(), objective, anchors=8, seed=3, lr=1e-2, compile_on_cpu=compile_on_cpu
     )
     # The graphs are those of any backend; this one makes them without a C++ compiler.
     module._compiled = CompiledDrafter(module.drafter, backend="aot_eager")
@@ -130,6 +133,27 @@ def test_nothing_compiles_through_checkpoints_and_resuming(embedded: FrozenTarge
     assert second.losses == first.losses[4:]
     for watch in (first, second):
         assert len(set(watch.graphs)) == 1
+
+
+def test_both_forms_of_checkpointing_survive_it(embedded: FrozenTarget, tmp_path: Path) -> None:
+    losses = []
+    for use_reentrant in (False, True):
+        watch = Watch()
+        module = build(embedded, use_reentrant=use_reentrant)
+        trainer(embedded, tmp_path, [CompileWarmup(), watch], max_steps=3).fit(module, rows())
+        losses.append(watch.losses)
+        assert len(set(watch.graphs)) == 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_compilation_that_is_off_is_an_error(embedded: FrozenTarget, tmp_path: Path) -> None:
+    """Not a run that is slow on a CPU and dense on a GPU."""
+    counters.clear()  # of the tests before
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(UserError, match="was to be compiled, and nothing was"),
+    ):
+        trainer(embedded, tmp_path, [CompileWarmup()]).fit(build(embedded), rows())
 
 
 class OtherRows(L.Callback):

@@ -102,6 +102,14 @@ def test_a_module_call_left_replaced_is_noticed(seal: Seal, monkeypatch: pytest.
         seal.check()
 
 
+def test_it_opens_after_a_reset_too(seal: Seal) -> None:
+    seal.close()
+    torch.compiler.reset()
+    seal.open()
+    assert not seal.closed
+    compiled(_double, backend="eager")(torch.ones(2), torch.ones(2))
+
+
 def test_opened_again_everything_compiles(seal: Seal) -> None:
     double = compiled(_double, backend="eager")
     double(torch.ones(3), torch.ones(3))

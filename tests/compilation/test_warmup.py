@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash_lit.attention.compiled import compiled
 from dflash_lit.compilation.warmup import WarmupError, in_turn, undisturbed, warm_up
+from dflash_lit.errors import UserError
 
 RANKS = 3
 
@@ -72,7 +73,9 @@ def test_a_rank_that_fails_ends_all_with_its_message(tmp_path: Path) -> None:
     _start(tmp_path, fails=1)
     assert (tmp_path / "order").read_text().split() == ["0", "1"]  # the one after it does not run
     for rank in range(RANKS):
-        assert (tmp_path / f"error{rank}").read_text() == "rank 1 could not be warmed up: ValueError: no compiler here"
+        assert (
+            tmp_path / f"error{rank}"
+        ).read_text() == "rank 1 could not be warmed up: ValueError: no compiler here and more lines"
 
 
 def test_alone_no_group_is_needed() -> None:
@@ -83,6 +86,15 @@ def test_alone_no_group_is_needed() -> None:
     with pytest.raises(WarmupError, match="rank 0 could not be warmed up: ValueError: why") as caught:
         in_turn(fail, group, 0, 1)
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_what_the_user_can_mend_is_one_line() -> None:
+    def fail() -> None:
+        raise UserError("no C compiler: install one")
+
+    group: Any = None
+    with pytest.raises(UserError, match=r"^no C compiler: install one$"):
+        in_turn(fail, group, 0, 1)
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_drawn() -> None:

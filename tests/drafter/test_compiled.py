@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from dflash_lit.attention.block_mask import block_mask
 from dflash_lit.attention.dense import dense_block_mask, full_attention
-from dflash_lit.attention.flex import flex_attend
+from dflash_lit.attention.flex import flex_attend, kernel_options
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.drafter.compiled import CompiledDrafter
 from dflash_lit.errors import UserError
@@ -118,3 +121,25 @@ def test_a_second_drafter_has_graphs_of_its_own() -> None:
         inputs["noise"], inputs["positions"] = inputs["noise"][:, : ANCHORS * 4], inputs["positions"][:, : ANCHORS * 4]
         mask = dense_block_mask(BlockLayout(layout.anchors, layout.valid, layout.document_ids, 4))
         assert compiled(**inputs, mask=mask).isfinite().all()
+
+
+@torch.no_grad()
+def test_kernel_options_are_constants_of_the_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a new dict each time, and no new graph."""
+    wanted = {"fwd_BLOCK_M": 64, "fwd_USE_TMA": True}
+    monkeypatch.setattr("dflash_lit.drafter.compiled.kernel_options", lambda *_: dict(wanted))
+    found = []
+
+    def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        found.extend(node.args[6] for node in graph.graph.nodes if "flex_attention" in str(node.target))
+        return graph.forward
+
+    compiled, inputs, layout = case(backend=look)  # type: ignore[arg-type]
+    for _ in range(2):
+        compiled(**inputs, mask=block_mask(layout))
+    assert len(found) == 1
+    assert found[0].items() >= wanted.items()
+
+
+def test_kernel_options_are_torchs_own_where_none_were_measured() -> None:
+    assert kernel_options(torch.bfloat16, 128, torch.device("cpu")) is None

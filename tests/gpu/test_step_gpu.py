@@ -8,9 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from callbacks.compile_warmup import CompileWarmup
 from dflash_lit.attention.block_mask import block_mask
 from dflash_lit.attention.dense import full_attention
 from dflash_lit.attention.mask import BlockLayout
@@ -32,7 +34,7 @@ pytestmark = [
 ROWS, TOKENS, ANCHORS, SIZE, HIDDEN = 2, 512, 24, 16, 256
 
 
-def layout(*, causal: bool = False, window: int | None = None) -> BlockLayout:
+def layout(*, causal: bool = False, window: int | None = None, size: int = SIZE) -> BlockLayout:
     generator = torch.Generator().manual_seed(3)
     anchors = torch.stack([torch.randperm(TOKENS - 1, generator=generator)[:ANCHORS].sort().values for _ in range(ROWS)])
     documents = torch.zeros(ROWS, TOKENS, dtype=torch.int32)
@@ -40,7 +42,7 @@ def layout(*, causal: bool = False, window: int | None = None) -> BlockLayout:
     documents[1, 450:] = -1
     valid = anchors < torch.tensor([[TOKENS], [440]])
     anchors = torch.where(valid, anchors, TOKENS - 1).int()
-    return BlockLayout(anchors.cuda(), valid.cuda(), documents.cuda(), SIZE, causal, window)
+    return BlockLayout(anchors.cuda(), valid.cuda(), documents.cuda(), size, causal, window)
 
 
 def inputs(of: BlockLayout, features: int) -> dict[str, Tensor]:
@@ -48,16 +50,16 @@ def inputs(of: BlockLayout, features: int) -> dict[str, Tensor]:
     positions = torch.arange(TOKENS, device="cuda").repeat(ROWS, 1)
     return {
         "features": torch.randn(ROWS, TOKENS, features, generator=generator, device="cuda"),
-        "noise": torch.randn(ROWS, ANCHORS * SIZE, HIDDEN, generator=generator, device="cuda"),
+        "noise": torch.randn(ROWS, of.queries, HIDDEN, generator=generator, device="cuda"),
         "context_positions": positions,
-        "positions": (of.anchors[..., None] + torch.arange(SIZE, device="cuda")).flatten(1),
+        "positions": (of.anchors[..., None] + torch.arange(of.block_size, device="cuda")).flatten(1),
     }
 
 
 def plain(drafter: Drafter, given: dict[str, Tensor], of: BlockLayout) -> Tensor:
     context = drafter.context(given["features"], given["context_positions"])
     hidden = drafter.draft(given["noise"], given["positions"], context, full_attention(of))
-    return hidden.view(-1, SIZE, HIDDEN)[:, 1:]
+    return hidden.view(-1, of.block_size, HIDDEN)[:, 1:]
 
 
 def gradients(drafter: Drafter, hidden: Tensor, seed: int = 5) -> dict[str, Tensor]:
@@ -71,12 +73,18 @@ def distance(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.parametrize("kind", ["block", "causal", "window"])
+@pytest.mark.parametrize("kind", ["block", "causal", "window", "incomplete tiles", "wide heads"])
 def test_values_and_gradients_are_those_of_dense_attention(kind: str) -> None:
     """Kernels in bf16 against the plain model in float64, measured in what plain bf16 itself is off."""
-    of = layout(causal=kind == "causal", window=100 if kind == "window" else None)
+    size = 5 if kind == "incomplete tiles" else SIZE  # 24 blocks of 5 are no multiple of 128
+    of = layout(causal=kind == "causal", window=100 if kind == "window" else None, size=size)
     config = drafter_config(
-        hidden_size=HIDDEN, intermediate_size=384, head_dim=64, num_hidden_layers=3, block_size=SIZE, causal=of.causal
+        hidden_size=HIDDEN,
+        intermediate_size=384,
+        head_dim=256 if kind == "wide heads" else 64,
+        num_hidden_layers=3,
+        block_size=size,
+        causal=of.causal,
     )
     drafter = lively_drafter(config).cuda()
     given = inputs(of, config.feature_size)
@@ -126,7 +134,7 @@ def trainer(target: FrozenTarget, folder: Path, callbacks: list[L.Callback], **s
         strategy=strategy,
         precision="bf16-mixed",
         gradient_clip_val=1.0,
-        logger=False,
+        inference_mode=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -134,7 +142,7 @@ def trainer(target: FrozenTarget, folder: Path, callbacks: list[L.Callback], **s
         max_epochs=-1,
         callbacks=callbacks,
         default_root_dir=folder,
-        **settings,
+        **{"logger": False, **settings},
     )
 
 
@@ -163,7 +171,8 @@ def test_a_steady_step_never_waits_for_the_device(target: FrozenTarget, tmp_path
     fitter = trainer(
         target,
         tmp_path,
-        [watch],
+        [CompileWarmup(), watch],
+        logger=CSVLogger(tmp_path),
         max_steps=12,
         accumulate_grad_batches=2,
         limit_val_batches=0,

@@ -431,3 +431,24 @@ def test_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     case.hidden = case.hidden.cpu()
     with pytest.raises(ValueError, match="needs CUDA"):
         case.fused()
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_nan_is_neither_a_hit_nor_a_loss_of_zero(soft: bool) -> None:
+    """As in the reference: with weights that are NaN themselves (D-PACE), too."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(4, 3, 8, generator=generator), torch.randn(33, 8, generator=generator)
+    labels, ok = torch.randint(0, 33, (4, 3), generator=generator), torch.ones(4, 3, dtype=torch.bool)
+    teacher = torch.randn(4, 3, 8, generator=generator) if soft else None
+    (teacher if teacher is not None else hidden)[2, 1] = torch.nan
+    for weights in ("decay", "dpace"):
+        leaf = hidden.to(DEVICE).clone().requires_grad_()
+        given = None if teacher is None else teacher.to(DEVICE)
+        objective = Objective(weights=weights)
+        result = fused_head_loss(leaf, head.to(DEVICE), labels.to(DEVICE), ok.to(DEVICE), objective.weigh, teacher=given)
+        assert result.numerator.isnan()
+        if not soft:
+            assert result.rank[2, 1] == 33
+            result.numerator.backward()
+            assert leaf.grad is not None
+            assert leaf.grad[2, 1].isnan().all()

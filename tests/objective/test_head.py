@@ -223,3 +223,18 @@ def test_a_slot_without_a_label_ends_the_tree() -> None:
 def test_tree_lengths_need_the_largest() -> None:
     with pytest.raises(ValueError, match="top=max"):
         tree_lengths(head_loss(*case(), OBJECTIVES[0].weigh), [4])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.weights)
+@pytest.mark.parametrize("soft", [False, True])
+def test_nan_is_neither_a_hit_nor_a_loss_of_zero(objective: Objective, soft: bool) -> None:
+    hidden, head, labels, ok = case()
+    ok[2] = True
+    teacher = torch.randn_like(hidden) if soft else None
+    (teacher if teacher is not None else hidden)[2, 1] = torch.nan
+    hidden = hidden.requires_grad_()
+    result = head_loss(hidden, head, labels, ok, objective.weigh, teacher=teacher)
+    assert result.numerator.isnan()
+    if not soft:
+        assert result.rank[2, 1] == VOCAB
+        assert gradient(result, hidden)[2, 1].isnan().all()

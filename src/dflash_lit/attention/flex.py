@@ -11,21 +11,28 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.attention.compiled import refuse_eager
 
-__all__ = ["flex_attend"]
+__all__ = ["flex_attend", "kernel_options"]
 
-# Of the forward kernel; found on an H200 with heads of 128 (docs/performance.md). For the backward kernel, torch's own choice
-# for the GPU was the best of twelve.
-KERNEL_OPTIONS: Any = {
-    "fwd_BLOCK_M": 64,
-    "fwd_BLOCK_N": 64,
-    "fwd_num_warps": 4,
-    "fwd_num_stages": 3,
-    "fwd_USE_TMA": True,
-}
+KernelOptions = dict[str, Any]
 
 
-def flex_attend(mask: BlockMask) -> Attend:
+def kernel_options(dtype: torch.dtype, head_dim: int, device: torch.device) -> KernelOptions | None:
+    """Tile sizes where better ones than torch's own choice are known, else None.
+
+    Of the forward kernel on Hopper (docs/performance.md); for other GPUs, wider heads and fp32 the same tiles might not even
+    fit. For the backward kernel torch's choice was the best of twelve.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    if dtype != torch.bfloat16 or head_dim > 128:
+        return None
+    return {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3, "fwd_USE_TMA": True}
+
+
+def flex_attend(mask: BlockMask, options: Any = None) -> Attend:
     """Attention under ``mask`` (:func:`dflash_lit.attention.block_mask.block_mask`); to be called inside a compiled graph.
+
+    ``options`` are :func:`kernel_options`, asked outside of it.
 
     Queries share keys in groups (``enable_gqa``): nothing is repeated. The readable twin is
     :func:`dflash_lit.attention.dense.full_attention`.
@@ -38,7 +45,7 @@ def flex_attend(mask: BlockMask) -> Attend:
         )
         keys = torch.cat([context[0], block[0]], dim=2)
         values = torch.cat([context[1], block[1]], dim=2)
-        out = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=KERNEL_OPTIONS)
+        out = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=options)
         assert isinstance(out, Tensor)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +60,10 @@ class Seal:
     def open(self) -> None:
         """Compiling is allowed again. May be called twice."""
         if self.closed:
-            callback_handler.remove_start_callback(self._began)
+            self._seen = None
             torch.compiler.set_stance("default")
-        self._seen = None
+            with suppress(ValueError):  # torch.compiler.reset() has forgotten it already
+                callback_handler.remove_start_callback(self._began)
 
     def _began(self, args: CallbackArgs) -> None:
         self._compiles.append(str(args.compile_id))

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from dflash_lit.compilation.cache import surviving_deletion
 from dflash_lit.compilation.seal import graphs_made
+from dflash_lit.errors import UserError
 
 __all__ = ["Group", "Made", "WarmupError", "in_turn", "undisturbed", "warm_up"]
 
@@ -75,7 +76,7 @@ def warm_up(parts: Mapping[str, Callable[[], object]], told: Callable[[Made], No
     for name, run in parts.items():
         graphs, (hits, misses), began = graphs_made(), _cached(), time.monotonic()
         surviving_deletion(run)
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # errors of kernels belong to this part
         now_hits, now_misses = _cached()
         made.append(Made(name, time.monotonic() - began, graphs_made() - graphs, now_hits - hits, now_misses - misses))
@@ -88,22 +89,23 @@ def in_turn(run: Callable[[], object], group: Group, rank: int, world_size: int)
 
     Raises:
         WarmupError: on every rank, with the message of the rank that failed; those after it do not run.
+        UserError: the same, if it failed by something the user can mend.
     """
     for turn in range(world_size):
-        failure: str | None = None
+        failure: tuple[str, bool] | None = None
         cause: Exception | None = None
         if turn == rank:
             try:
                 run()
             except Exception as error:
-                cause = error
-                said = str(error).strip().splitlines()
-                failure = f"rank {rank} could not be warmed up: {type(error).__name__}: {said[0] if said else ''}"
+                cause, users = error, isinstance(error, UserError)
+                said = str(error) if users else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+                failure = (f"rank {rank} could not be warmed up: {said}" if world_size > 1 or not users else said, users)
         if world_size > 1:
-            told = group.broadcast(failure, src=turn)
-            failure = None if told is None else str(told)
+            failure = group.broadcast(failure, src=turn)  # type: ignore[assignment]
         if failure is not None:
-            raise WarmupError(failure) from cause
+            message, by_user = failure
+            raise (UserError(message) if by_user else WarmupError(message)) from cause
 
 
 @contextmanager

@@ -238,5 +238,5 @@ class RowDataModule(lightning.LightningDataModule):
             replicas=self.trainer.world_size if self.trainer else 1,
             rank=self.trainer.global_rank if self.trainer else 0,
         )
-        pin = torch.cuda.is_available()
+        pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return RowLoader(RowDataset(rows), batch_size=self.rows_per_batch, sampler=order, pin_memory=pin)

@@ -7,6 +7,7 @@ and gradients become ready layer by layer, so that a data-parallel reduction can
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from dflash_lit.attention.attend import ContextKV
 from dflash_lit.attention.compiled import compiled
 from dflash_lit.attention.dense import DenseMask, attend_blocks
-from dflash_lit.attention.flex import flex_attend
+from dflash_lit.attention.flex import flex_attend, kernel_options
 from dflash_lit.drafter.model import Drafter, Layer
 
 __all__ = ["CompiledDrafter"]
@@ -25,8 +26,10 @@ def _context(drafter: Drafter, features: Tensor, cos: Tensor, sin: Tensor) -> li
     return drafter.context_turned(features, cos, sin)
 
 
-def _layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: ContextKV, mask: BlockMask | DenseMask) -> Tensor:
-    attend = attend_blocks(mask) if isinstance(mask, DenseMask) else flex_attend(mask)
+def _layer(
+    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: ContextKV, mask: BlockMask | DenseMask, options: Any
+) -> Tensor:
+    attend = attend_blocks(mask) if isinstance(mask, DenseMask) else flex_attend(mask, options)
     return layer(x, cos, sin, context, attend)
 
 
@@ -67,6 +70,7 @@ class CompiledDrafter:
         cos, sin = self.drafter.rotary(positions)
         # The embeddings are frozen. Asking for their gradient all the same makes the first layer's graph that of the others.
         x = noise.detach().requires_grad_(torch.is_grad_enabled())
+        options = kernel_options(x.dtype, self.drafter.config.head_dim, x.device)
         for layer, cached in zip(self.drafter.layers, context, strict=True):
-            x = self._layer(layer, x, cos, sin, cached, mask)
+            x = self._layer(layer, x, cos, sin, cached, mask, options)
         return self._end(self.drafter, x)

@@ -44,8 +44,8 @@ class Objective:
             raise UserError(f"objective.weights={self.weights!r}: choose decay or dpace")
         if self.labels not in ("hard", "soft"):
             raise UserError(f"objective.labels={self.labels!r}: choose hard or soft")
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"objective.temperature={self.temperature:g}: must be positive")
+        if not 1e-3 <= self.temperature < math.inf:
+            raise UserError(f"objective.temperature={self.temperature:g}: must be at least 0.001")
         if not 0 < self.capacity <= 1:
             raise UserError(f"objective.capacity={self.capacity:g}: is a share of the slots, 0 < share <= 1")
         if self.gamma is not None and self.gamma <= 0:
@@ -62,6 +62,10 @@ class Objective:
         block_size = label_ok.shape[-1] + 1
         gamma = self.gamma if self.gamma is not None else default_gamma(block_size)
         return decay_weights(block_size, gamma, device=label_ok.device) * label_ok
+
+    def __str__(self) -> str:
+        """Short, for tables: "dpace", or "soft dpace, T=0.7"."""
+        return self.weights if self.labels == "hard" else f"soft {self.weights}, T={self.temperature:g}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -109,7 +109,8 @@ def _rows(  # type: ignore[no-untyped-def]
         # (x - largest) - log_total rather than x - (largest + log_total), which loses digits of large logits. The same formula
         # gives `top`: a label's entry there has to be equal to the last bit.
         tl.store(nll + place, log_total - (label_logit - largest))
-        tl.store(rank + place, tl.sum(before, axis=0))
+        # Next to NaN nothing compares: that must not read as the first place.
+        tl.store(rank + place, tl.sum(before, axis=0), mask=log_total == log_total)
         if groups is not None:
             tl.store(scales, largest)
             tl.store(scales + 1, log_total)
@@ -136,7 +137,7 @@ def _rows(  # type: ignore[no-untyped-def]
                 t = tl.load(teacher_logits + columns, mask=inside, other=-float("inf"), eviction_policy="evict_first")
                 log_p = (t.to(tl.float32) * sharpness - teacher_largest) - teacher_log_total
                 p = tl.exp(log_p)
-                terms = tl.where(p > 0, p * (log_p - log_q), 0.0)
+                terms = tl.where(p == 0, 0.0, p * (log_p - log_q))  # NaN is not 0
                 divergence += tl.sum(tl.reshape(terms, (BLOCK // 8, 8)), axis=1)
             else:
                 p = (columns == label).to(tl.float32)
@@ -156,7 +157,7 @@ def _scale_rows(rows, places, weights, factor, out, size, BLOCK: tl.constexpr): 
     place = tl.load(places + row)
     weight = tl.load(weights + place)
     values = tl.load(rows + row * size + columns, mask=inside, other=0.0).to(tl.float32) * (weight * tl.load(factor))
-    values = tl.where(weight > 0, values, 0.0)
+    values = tl.where(weight == 0, 0.0, values)
     tl.store(out + place * size + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
@@ -314,7 +315,7 @@ def fused_head_loss(
         )
         nll = nll.view_as(labels)
         weights = weigh(torch.exp(-nll), kept).contiguous()
-        numerator = torch.where(weights > 0, weights * loss.view_as(labels), 0.0).sum()
+        numerator = torch.where(weights == 0, 0.0, weights * loss.view_as(labels)).sum()
         dropped = label_ok.sum() - kept.sum()
     if gradient is not None:
         numerator = _WithGradient.apply(hidden, numerator, gradient, places, weights)

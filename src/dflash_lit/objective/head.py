@@ -36,7 +36,7 @@ class HeadResult:
         denominator: fp32 scalar, sum of weights.
         nll: fp32 [M, B-1], -log probability of the label in nats (0 where there is none).
         rank: int32 [M, B-1], how many tokens come before the label when sorted by (logit descending, id ascending): 0 is the
-            argmax, and the label is among the first k if rank < k. The vocabulary's size where there is no label.
+            argmax, and the label is among the first k if rank < k. The vocabulary's size where there is no label, or a logit is NaN.
         top: fp32 [M, B-1, K] or None, the K largest log-probabilities of each slot, descending (-inf where there is no label).
             ``-nll`` of a label among them is equal to its entry to the last bit.
         dropped: int64 scalar, labels left out because they were more than the capacity.
@@ -74,7 +74,7 @@ def _divergence(log_q: Tensor, teacher_logits: Tensor) -> Tensor:
     """``KL(p || q) = sum p (log p - log q)`` over the last dimension; p is a constant, and its zeros count nothing."""
     log_p = teacher_logits.log_softmax(dim=-1)
     p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
+    return torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(dim=-1)  # NaN is not 0
 
 
 def _chunk(
@@ -104,12 +104,13 @@ def _chunk(
             reached = logits.gather(-1, label)
             ids = torch.arange(logits.shape[-1], device=logits.device)
             before = (logits > reached) | ((logits == reached) & (ids < label))
-            rank = torch.where(ok, before.sum(dim=-1, dtype=torch.int32), logits.shape[-1])
+            # Next to NaN nothing compares: that must not read as the first place.
+            rank = torch.where(ok & ~nll.isnan(), before.sum(dim=-1, dtype=torch.int32), logits.shape[-1])
             best = None
             if top:
                 best = log_q.topk(min(top, logits.shape[-1]), dim=-1).values
                 best = torch.where(ok[..., None], best, -torch.inf)
-        return torch.where(weights > 0, weights * loss, 0.0).sum(), weights.sum(), nll.detach(), rank, best
+        return torch.where(weights == 0, 0.0, weights * loss).sum(), weights.sum(), nll.detach(), rank, best
 
 
 def head_loss(

@@ -42,6 +42,7 @@ def packed_layers(layers: nn.ModuleList, attention: str, graph: Callable[..., An
     # Where the layers look: of a target with several modalities only the language model's config, whether copied or shared.
     found = {id(c): c for m in layers.modules() if isinstance(c := getattr(m, "config", None), PretrainedConfig)}
     before = [(config, config._attn_implementation) for config in found.values()]
+    forwards = [vars(layer).get("forward") for layer in layers]  # as other libraries may have set it
     try:
         for config, _ in before:
             config._attn_implementation = attention
@@ -50,7 +51,9 @@ def packed_layers(layers: nn.ModuleList, attention: str, graph: Callable[..., An
                 layer.forward = partial(graph, layer)
         yield
     finally:
-        for layer in layers:
+        for layer, forward in zip(layers, forwards, strict=True):
             vars(layer).pop("forward", None)
+            if forward is not None:
+                layer.forward = forward
         for config, name in before:
             config._attn_implementation = name
