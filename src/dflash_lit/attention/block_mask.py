@@ -8,11 +8,10 @@ where ``create_block_mask`` tries two billion pairs. Static shapes, no wait for 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from dflash_lit.attention.intervals import TILE, interval_tiles, kv_blocks
+from dflash_lit.attention.intervals import TILE, document_starts, interval_tiles, kv_blocks
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.blocks import slot_tokens
 
@@ -22,9 +21,7 @@ __all__ = ["block_mask", "context_intervals", "noise_intervals", "visible_tiles"
 def context_intervals(layout: BlockLayout) -> tuple[Tensor, Tensor]:
     """First context key each query sees and one past the last: two of int32 [R, A * B]; nothing where ``hi <= lo``."""
     documents, anchors, size = layout.document_ids, layout.anchors.long(), layout.block_size
-    index = torch.arange(layout.row_tokens, device=documents.device)
-    starts = torch.where(documents[:, 1:] != documents[:, :-1], index[1:], 0)
-    document_start = F.pad(starts, (1, 0)).cummax(dim=1).values.gather(1, anchors)[..., None]
+    document_start = document_starts(documents).gather(1, anchors)[..., None]
     sees = layout.valid & (documents.gather(1, anchors) >= 0)
     lo = document_start.expand(-1, -1, size)
     hi = torch.where(sees, anchors, 0)[..., None].expand(-1, -1, size)

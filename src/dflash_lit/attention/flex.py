@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.attention.compiled import refuse_eager
 
-__all__ = ["flex_attend", "kernel_options"]
+__all__ = ["KernelOptions", "flex_attend", "kernel_options"]
 
 KernelOptions = dict[str, Any]
 
@@ -29,7 +29,7 @@ def kernel_options(dtype: torch.dtype, head_dim: int, device: torch.device) -> K
     return {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3, "fwd_USE_TMA": True}
 
 
-def flex_attend(mask: BlockMask, options: Any = None) -> Attend:
+def flex_attend(mask: BlockMask, options: KernelOptions | None = None) -> Attend:
     """Attention under ``mask`` (:func:`dflash_lit.attention.block_mask.block_mask`); to be called inside a compiled graph.
 
     ``options`` are :func:`kernel_options`, asked outside of it.
@@ -45,7 +45,7 @@ def flex_attend(mask: BlockMask, options: Any = None) -> Attend:
         )
         keys = torch.cat([context[0], block[0]], dim=2)
         values = torch.cat([context[1], block[1]], dim=2)
-        out = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=options)
+        out = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=options)  # type: ignore[arg-type]
         assert isinstance(out, Tensor)
         return out
 

@@ -10,10 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TILE", "interval_tiles", "kv_blocks"]
+__all__ = ["TILE", "document_starts", "interval_tiles", "kv_blocks"]
 
 TILE = 128
 """Queries and keys of a tile, FlexAttention's default."""
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Index of the first token of each token's document, int64 [R, S].
+
+    Args:
+        document_ids: int [R, S]; a run of equal ids is one document, and so is padding.
+    """
+    places = torch.arange(document_ids.shape[1], device=document_ids.device)
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return torch.where(first, places, 0).cummax(dim=1).values
 
 
 def interval_tiles(lo: Tensor, hi: Tensor, keys: int, tile: int = TILE) -> tuple[Tensor, Tensor]:

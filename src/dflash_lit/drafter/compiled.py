@@ -7,7 +7,6 @@ and gradients become ready layer by layer, so that a data-parallel reduction can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from dflash_lit.attention.attend import ContextKV
 from dflash_lit.attention.compiled import compiled
 from dflash_lit.attention.dense import DenseMask, attend_blocks
-from dflash_lit.attention.flex import flex_attend, kernel_options
+from dflash_lit.attention.flex import KernelOptions, flex_attend, kernel_options
 from dflash_lit.drafter.model import Drafter, Layer
 
 __all__ = ["CompiledDrafter"]
@@ -27,7 +26,13 @@ def _context(drafter: Drafter, features: Tensor, cos: Tensor, sin: Tensor) -> li
 
 
 def _layer(
-    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: ContextKV, mask: BlockMask | DenseMask, options: Any
+    layer: Layer,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    context: ContextKV,
+    mask: BlockMask | DenseMask,
+    options: KernelOptions | None,
 ) -> Tensor:
     attend = attend_blocks(mask) if isinstance(mask, DenseMask) else flex_attend(mask, options)
     return layer(x, cos, sin, context, attend)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
 from dflash_lit.attention.compiled import compiled, refuse_eager
-from dflash_lit.attention.intervals import TILE, interval_tiles, kv_blocks
+from dflash_lit.attention.intervals import TILE, document_starts, interval_tiles, kv_blocks
 
 __all__ = ["PACKED", "document_intervals", "packed_mask", "unsupported"]
 
@@ -30,9 +30,7 @@ def document_intervals(document_ids: Tensor, window: int | None = None) -> tuple
         window: how many tokens each sees at most, itself included; None for all of its document before it.
     """
     places = torch.arange(document_ids.shape[1], device=document_ids.device)
-    first = torch.ones_like(document_ids, dtype=torch.bool)
-    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    lo = torch.where(first, places, 0).cummax(dim=1).values
+    lo = document_starts(document_ids)
     if window is not None:
         lo = lo.maximum(places - window + 1)
     return lo.int(), (places + 1).int().expand_as(lo)
