@@ -11,6 +11,7 @@ from torch.fx import _symbolic_trace
 
 from dflash_lit.attention.compiled import RecompileError, compiled
 from dflash_lit.compilation.seal import Seal, graphs_made
+from dflash_lit.errors import UserError
 
 
 def _double(x: Tensor, y: Tensor) -> Tensor:
@@ -118,3 +119,10 @@ def test_opened_again_everything_compiles(seal: Seal) -> None:
     seal.open()
     assert not seal.closed
     assert double(torch.ones(5), torch.ones(5)).shape == (5,)
+
+
+def test_compilation_switched_off_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What TORCH_COMPILE_DISABLE=1 sets when torch is imported.
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with pytest.raises(UserError, match=r"double has to be compiled, and torch\.compile is switched off: unset"):
+        compiled(_double, backend="eager")(torch.ones(3), torch.ones(3))

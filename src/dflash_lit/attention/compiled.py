@@ -100,6 +100,10 @@ def compiled(function: Callable[..., Any], *, backend: str = "inductor") -> Call
         try:
             return graph(*args, **kwargs)
         except RuntimeError as error:
+            if "found no compiled frames" in str(error):
+                raise UserError(
+                    f"{name} has to be compiled, and torch.compile is switched off: unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
+                ) from error
             if _STANCE not in str(error):
                 raise
             raise RecompileError(_explain(name, str(error), args, kwargs)) from error
