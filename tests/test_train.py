@@ -169,6 +169,7 @@ def test_progress_in_a_terminal(shelf: Path) -> None:
 def test_everything_optional_can_be_left_out(shelf: Path) -> None:
     off = [
         "callbacks.checkpoint=null",
+        "callbacks.last_checkpoint=null",
         "callbacks.export=null",
         "callbacks.acceptance=null",
         "trainer.enable_progress_bar=false",
