@@ -39,7 +39,8 @@ def packed_layers(layers: nn.ModuleList, attention: str, graph: Callable[..., An
     Both are taken back afterwards: generating and decoding go through the same layers with caches and lengths that change
     with every token, and would compile anew for each.
     """
-    # Where the layers look: of a target with several modalities only the language model's config, whether copied or shared.
+    # Private: the public setter is a model's, and here there are only its layers; tests/target/test_compiled_layers.py fails if
+    # it is no longer where they look. Of a target with several modalities that is the language model's config, copied or shared.
     found = {id(c): c for m in layers.modules() if isinstance(c := getattr(m, "config", None), PretrainedConfig)}
     before = [(config, config._attn_implementation) for config in found.values()]
     forwards = [vars(layer).get("forward") for layer in layers]  # as other libraries may have set it

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+
+# Private: what Dynamo raises has no public names. Only to turn it into one line; tests/target/test_compiled_layers.py.
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import (
