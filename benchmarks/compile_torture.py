@@ -13,6 +13,7 @@ run in which nothing may compile.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -54,6 +55,8 @@ def worker(args: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     shape = SHAPES[args.shape]
     config = qwen3_8b(shape.block, tiny=args.shape == "tiny")
+    if args.layers:
+        config = dataclasses.replace(config, num_hidden_layers=args.layers)
     torch.manual_seed(0)  # all starts train the same: their losses are compared
 
     class RandomFeatures(SingleDeviceStrategy):
@@ -117,6 +120,7 @@ def worker(args: argparse.Namespace) -> None:
 
 def start(args: argparse.Namespace, cache: Path) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--worker", "--shape", args.shape, "--steps", str(args.steps)]
+    command += ["--layers", str(args.layers)] if args.layers else []
     environment = {**os.environ, "DFLASH_LIT_COMPILE_CACHE": str(cache)}
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         environment.pop(name, None)
@@ -129,6 +133,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=50, help="processes in all (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=2, help="processes that start together (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="training steps of each (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="of the drafter: all have one graph, fewer need less memory (default: 5)")
     parser.add_argument("--delete", choices=("never", "between", "during"), default="during")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of deletion")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -168,23 +173,26 @@ def main() -> int:
     done.set()
     shutil.rmtree(cache, ignore_errors=True)
     seconds = [result["warmup_s"] for result in results]
+    losses = [result["loss"] for result in results]
     line = {
         "starts": args.starts,
         "failures": len(failures),
         "deletions": deletions,
         "at_once": args.at_once,
         "shape": args.shape,
+        "layers": args.layers,
         "steps": args.steps,
         "recompiles": sum(result["recompiles"] for result in results),
         "warmup_s": {"first": seconds[0], "median": statistics.median(seconds), "most": max(seconds)} if seconds else None,
-        "losses_differ": len({result["loss"] for result in results}) - 1 if results else None,
+        "loss_spread": max(losses) / min(losses) - 1 if losses else None,
         "graphs": sorted({result["graphs"] for result in results}),
         "last": results[-1] if results else None,
         "wall_s": round(time.monotonic() - began, 1),
     }
     print(json.dumps(line))
-    # What was not tested must not pass: no deletion, or losses that a compile changed.
-    fine = not failures and not line["recompiles"] and not line["losses_differ"]
+    # What was not tested must not pass: no deletion, or losses that a compile changed. On a GPU the reductions' tiles are
+    # chosen by timing them, so that two compilations of one graph add in different orders.
+    fine = not failures and not line["recompiles"] and line["loss_spread"] is not None and line["loss_spread"] < 1e-3
     return 0 if fine and (args.delete != "during" or deletions) else 1
 
 

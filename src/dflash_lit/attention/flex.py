@@ -16,20 +16,24 @@ __all__ = ["KernelOptions", "flex_attend", "kernel_options"]
 KernelOptions = dict[str, Any]
 
 
-def kernel_options(dtype: torch.dtype, head_dim: int, device: torch.device) -> KernelOptions | None:
-    """Tile sizes where better ones than torch's own choice are known, else None.
+# Below 128 queries torch would choose its decoding kernel, which has no tiles that fit every block size.
+TRAINING_KERNEL: KernelOptions = {"BACKEND": "TRITON"}
 
-    Of the forward kernel on Hopper (docs/performance.md); for other GPUs, wider heads and fp32 the same tiles might not even
-    fit. For the backward kernel torch's choice was the best of twelve.
+
+def kernel_options(dtype: torch.dtype, head_dim: int, device: torch.device) -> KernelOptions:
+    """The kernel to use, and tile sizes where better ones than torch's own choice are known.
+
+    Tiles are of the forward kernel on Hopper (docs/performance.md); for other GPUs, wider heads and fp32 the same ones might not
+    even fit. For the backward kernel torch's choice was the best of twelve.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
+        return TRAINING_KERNEL
     if dtype != torch.bfloat16 or head_dim > 128:
-        return None
-    return {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3, "fwd_USE_TMA": True}
+        return TRAINING_KERNEL
+    return {**TRAINING_KERNEL, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3, "fwd_USE_TMA": True}
 
 
-def flex_attend(mask: BlockMask, options: KernelOptions | None = None) -> Attend:
+def flex_attend(mask: BlockMask, options: KernelOptions = TRAINING_KERNEL) -> Attend:
     """Attention under ``mask`` (:func:`dflash_lit.attention.block_mask.block_mask`); to be called inside a compiled graph.
 
     ``options`` are :func:`kernel_options`, asked outside of it.
