@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import hydra
 import lightning as L
-import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from dflash_lit.commands import exits_on_user_error, run_command
+from dflash_lit.commands import run_command
 from dflash_lit.config import TrainConfig, register
-from dflash_lit.job import Job, load_target, quiet_libraries
-from dflash_lit.plan import make_plan
+from dflash_lit.job import Job
+from dflash_lit.placement.started import how_started
+from dflash_lit.placement.world import World
+from dflash_lit.plan import Plan
+from dflash_lit.ranks import begin, join
 
 register()
 
 
-def train(composed: DictConfig) -> float | None:
-    """One job, from the composed config to the report; what a sweeper maximises, if anything."""
-    cfg = OmegaConf.to_object(composed)
-    assert isinstance(cfg, TrainConfig)
-    quiet_libraries()
-    plan = make_plan(cfg)
-    with Job(cfg, plan) as job:
+def train(cfg: TrainConfig, plan: Plan, world: World | None) -> float | None:
+    """One job as a drafter does it, from the config to the report; what a sweeper maximises, if anything."""
+    with Job(cfg, plan, world) as job:
         callbacks, loggers = job.instances()
         L.seed_everything(cfg.seed, verbose=False)
-        if cfg.trainer.threads is not None:
-            torch.set_num_threads(cfg.trainer.threads)
         with job.phase("target"):
-            target = load_target(plan, cfg)
+            target = job.target()
         with job.phase("data"):
             data = job.data(target)
         with job.phase("train"):
@@ -38,16 +34,19 @@ def train(composed: DictConfig) -> float | None:
             trainer = job.trainer(target, callbacks, loggers)
             trainer.fit(module, datamodule=data.module, ckpt_path=cfg.ckpt_path, weights_only=True)
         with job.phase("decode"):
-            summary = job.summarise(trainer, module, target, data)
+            whole = job.leave(target)
+            if whole is None:
+                return None
+            summary = job.summarise(trainer, module, whole, data)
         job.close(summary, trainer)
     return summary.get(cfg.optimized_metric) if cfg.optimized_metric else None
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(composed: DictConfig) -> float | None:
-    with exits_on_user_error():
-        return train(composed)
+    return begin(composed, train, __file__)
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_command(main))
+    # Rank 0 reads the command line; every other process of a run is told what it is.
+    raise SystemExit(run_command(main if how_started().leads else lambda: join(train, __file__)))

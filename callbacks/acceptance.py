@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -32,13 +33,17 @@ class Acceptance(Callback):
         self.prompts, self.max_new_tokens, self.suspicious = prompts, max_new_tokens, suspicious
 
     def _tau(self, trainer: L.Trainer, module: DrafterModule) -> float:
-        return measure(
-            trainer.strategy.target,  # type: ignore[attr-defined]
-            module.drafter,
-            trainer.datamodule.eval_prompts[: self.prompts],  # type: ignore[attr-defined]
-            max_new_tokens=self.max_new_tokens,
-            plain=False,
-        ).tau
+        """Measured by rank 0 for all: its drafter is everybody's."""
+        tau = math.nan
+        if trainer.is_global_zero:
+            tau = measure(
+                trainer.strategy.target,  # type: ignore[attr-defined]
+                module.drafter,
+                trainer.datamodule.eval_prompts[: self.prompts],  # type: ignore[attr-defined]
+                max_new_tokens=self.max_new_tokens,
+                plain=False,
+            ).tau
+        return trainer.strategy.broadcast(tau)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DrafterModule)

@@ -10,11 +10,15 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from callbacks.throughput import Throughput
+
 __all__ = ["Progress"]
 
 
 class Progress(ProgressBar):
-    """Counts optimizer steps over the run, not batches over an epoch.
+    """Counts optimizer steps over the run, not batches over an epoch; silent on other ranks than zero (Lightning disables it).
+
+    Beside a :class:`Throughput` it shows the figures of that one's last window, else tokens/s since the start, validation included.
 
     Args:
         lines: without a terminal, about so many plain lines over the run.
@@ -46,7 +50,7 @@ class Progress(ProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.tokens += batch["input_ids"].numel()
+        self.tokens += batch["input_ids"].numel() * trainer.world_size
         moved = trainer.global_step - self.step
         if not self.enabled or not moved:
             return
@@ -63,11 +67,15 @@ class Progress(ProgressBar):
             print(f"step {self.step}/{self.total}  {self._facts(trainer)}  {left:.0f} s left", file=sys.stderr, flush=True)
 
     def _facts(self, trainer: L.Trainer) -> str:
-        rate = self.tokens / max(time.monotonic() - self.started, 1e-9) / 1000
+        since_start = self.tokens / max(time.monotonic() - self.started, 1e-9) / 1000
+        measured = next((callback.last for callback in trainer.callbacks if isinstance(callback, Throughput)), {})  # type: ignore[attr-defined]
         shown = {"loss": "train/loss", "chain": "train/chain_eal", "tree64": "val/tree_eal@64", "tau": "acceptance/tau_greedy"}
         metrics = trainer.callback_metrics
         parts = [f"{name} {float(metrics[key]):.2f}" for name, key in shown.items() if key in metrics]
-        return " ".join([*parts, f"{rate:.1f} Ktok/s"])
+        parts.append(f"{measured.get('throughput/ktok_s', since_start):.1f} Ktok/s")
+        if "throughput/wait_share" in measured:
+            parts.append(f"wait {100 * measured['throughput/wait_share']:.0f} %")
+        return " ".join(parts)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.bar is not None:

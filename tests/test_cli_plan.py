@@ -121,8 +121,8 @@ def test_of_a_hub_only_the_config_is_fetched(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--targets 0", "placement.targets=0: must be at least 1"),
-        ("--hosts -1", "hosts=-1: must be at least 1"),
+        ("--targets 0", "--targets 0: must be at least 1"),
+        ("--hosts -1", "placement.hosts=-1: must be at least 1"),
         ("--gpus 7", "placement.targets=5 + placement.drafters=3 need 8 GPUs a host, 7 are visible"),
         ("--rows 0", "--rows 0: must be at least 1"),
         ("--row-tokens 100", "--row-tokens 100: must be a multiple of 128"),

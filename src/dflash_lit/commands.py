@@ -11,7 +11,7 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from dflash_lit.errors import UserError
+from dflash_lit.errors import Interrupted, RankError, UserError
 
 __all__ = ["exits_on_user_error", "one_line", "run_command"]
 
@@ -35,20 +35,25 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def exits_on_user_error() -> Iterator[None]:
-    """Inside a Hydra job: wrong input ends the process with its one line.
+def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
+    """Inside a Hydra job: wrong input ends the process with its one line and 2, another rank's failure with its line and 1.
 
     Hydra would put a line of its own before it, but lets an exit pass.
+
+    Args:
+        quiet: leave the line to rank 0.
     """
     try:
         yield
-    except UserError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        raise SystemExit(2) from error
+    except (UserError, RankError) as error:
+        if not quiet:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, UserError) else 1) from error
 
 
 def run_command(command: Callable[[], Any]) -> int:
-    """Run ``command``; its own exit code if it returns one, else 0; 2 with one line on stderr for wrong input, 130 if interrupted.
+    """Run ``command``; its own exit code if it returns one, else 0; 2 with one line on stderr for wrong input, 130 if interrupted
+    (143 by SIGTERM).
 
     Other exceptions are defects or accidents and keep their traceback.
     """
@@ -62,6 +67,9 @@ def run_command(command: Callable[[], Any]) -> int:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
+    except Interrupted as error:
+        print(f"interrupted; ckpt_path={error.checkpoint} goes on from here", file=sys.stderr)
+        return 128 + error.signal
     except (KeyboardInterrupt, SystemExit) as error:
         # Lightning makes a SystemExit of Ctrl-C after it has shut down.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):

@@ -89,14 +89,21 @@ class DataSection:
 
 @dataclass
 class PlacementSection:
-    kind: str = "colocated"  # target and drafter on one device
+    kind: str = (
+        "colocated"  # colocated (each drafter's process holds a target, too) | split (targets in processes of their own)
+    )
+    drafters: int = 1  # processes a host that train, data-parallel
+    targets: int = 0  # processes a host that hold the target, of a split run
+    hosts: int = 1
+    prefetch: int = 2  # requests for features in flight while a drafter trains on a batch
+    share: bool = False  # let target ranks share GPUs with others where there are too few (slow)
+    timeout_s: float = 25.0  # a process not heard of for so long ends the run
 
 
 @dataclass
 class TrainerSection:
     max_steps: int = 500
     accelerator: str = "auto"  # auto | cpu | gpu
-    devices: int = 1
     precision: Optional[str] = None  # 32-true on a CPU, else bf16-mixed (fp32 masters either way)
     accumulate_grad_batches: int = 1
     gradient_clip_val: Optional[float] = 1.0

@@ -1,8 +1,8 @@
-"""The one kind of error that is meant for people."""
+"""The errors that are meant for people."""
 
 from __future__ import annotations
 
-__all__ = ["UserError"]
+__all__ = ["Interrupted", "RankError", "UserError"]
 
 
 class UserError(Exception):
@@ -10,3 +10,20 @@ class UserError(Exception):
 
     The commands print it without a traceback and exit with 2.
     """
+
+
+class RankError(RuntimeError):
+    """Another process of the run has failed; the message names its rank, role, host and cause."""
+
+
+class Interrupted(BaseException):
+    """A run that was told to stop has done so, after saving. No ``Exception``: nobody should take it for a failure.
+
+    Attributes:
+        signal: number of the signal that told it.
+        checkpoint: where it saved, None if there was nothing to save.
+    """
+
+    def __init__(self, signal: int, checkpoint: str | None) -> None:
+        super().__init__(signal, checkpoint)
+        self.signal, self.checkpoint = signal, checkpoint

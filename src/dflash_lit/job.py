@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 import sys
 import time
 import warnings
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
@@ -24,6 +25,7 @@ import wandb
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -31,7 +33,7 @@ from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.documents import Document
-from dflash_lit.data.packing import pack
+from dflash_lit.data.packing import PackedRows, pack
 from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
 from dflash_lit.data.respond import Responses, is_repetitive, respond
 from dflash_lit.decode.acceptance import measure, round_samples
@@ -39,19 +41,31 @@ from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
-from dflash_lit.placement.strategy import ColocatedStrategy
+from dflash_lit.placement.channel import Channel
+from dflash_lit.placement.layout import table
+from dflash_lit.placement.layout import transport as transport_between
+from dflash_lit.placement.remote_target import RemoteTarget
+from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, SplitStrategy, threads_of_a_rank
+from dflash_lit.placement.target_worker import serve
+from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
 from dflash_lit.target.frozen import FrozenTarget
 
-__all__ = ["Job", "cache_folder", "load_target", "quiet_libraries"]
+__all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
 
 
 def quiet_libraries() -> None:
     """Keep libraries from telling a user what is neither news nor in the user's hands."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # device lists, product tips
     transformers.utils.logging.disable_progress_bar()
-    for known in (".*LeafSpec.*", ".*does not have many workers.*", ".*val_check_interval.*"):
+    for known in (
+        ".*LeafSpec.*",
+        # What the module logs is of all ranks already.
+        ".*It is recommended to use `self.log.*sync_dist=True.*",
+        ".*does not have many workers.*",
+        ".*val_check_interval.*",
+    ):
         # A loader in this process is right: rows are cut from memory.
         warnings.filterwarnings("ignore", message=known)
 
@@ -61,11 +75,23 @@ def cache_folder(chosen: str | None) -> Path:
     return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lit").expanduser()
 
 
-def load_target(plan: Plan, cfg: TrainConfig) -> FrozenTarget:
-    """Read the target's weights onto the plan's device."""
+def prepare_process(cfg: TrainConfig, plan: Plan, device: torch.device) -> None:
+    """Settings of a whole process: its device, its share of the host's cores, where it compiles to."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if cfg.trainer.threads is not None:
+        torch.set_num_threads(cfg.trainer.threads)
+    elif plan.layout.world > 1:
+        torch.set_num_threads(threads_of_a_rank(plan.layout.ranks_per_host))
+    if device.type == "cuda" or cfg.drafter.compile or cfg.target.compile:
+        use_cache()
+
+
+def load_target(plan: Plan, cfg: TrainConfig, device: torch.device) -> FrozenTarget:
+    """Read the target's weights onto a device."""
     return FrozenTarget.load(
         plan.info,
-        device=plan.device,
+        device=device,
         dtype=plan.dtype,
         attention=cfg.target.attention,
         dense_limit_gib=cfg.target.dense_limit_gib,
@@ -75,32 +101,42 @@ def load_target(plan: Plan, cfg: TrainConfig) -> FrozenTarget:
 
 @dataclass(frozen=True)
 class JobData:
-    """Everything the data phase yields."""
+    """Everything the data phase yields.
+
+    Attributes:
+        responses: None on other ranks than 0, which are only given the rows made of them.
+    """
 
     module: RowDataModule
     eval_prompts: list[list[int]]
-    responses: Responses
+    responses: Responses | None
 
 
 class Job:
-    """One run: its folder, its console, and the time each phase took.
+    """One run, as one of its drafters sees it: its folder, its console, and the time each phase took.
 
     Args:
         cfg: the composed config.
         plan: what :func:`dflash_lit.plan.make_plan` derived from it.
+        world: of this rank, if the run has several.
     """
 
-    def __init__(self, cfg: TrainConfig, plan: Plan) -> None:
-        self.cfg, self.plan = cfg, plan
+    def __init__(self, cfg: TrainConfig, plan: Plan, world: World | None = None) -> None:
+        self.cfg, self.plan, self.world = cfg, plan, world
+        self.device = plan.devices[plan.layout.local_rank(world.rank)] if world else plan.device
         self.folder = Path(cfg.paths.output_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, quiet=not self.leads)
         self.phases: dict[str, float] = {}
         self.started = time.monotonic()
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for the run, makes its data and measures its result."""
+        return self.world is None or self.world.rank == 0
+
     def __enter__(self) -> Job:
-        if self.plan.device.type == "cuda" or self.cfg.drafter.compile or self.cfg.target.compile:
-            use_cache()
+        prepare_process(self.cfg, self.plan, self.device)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -146,7 +182,57 @@ class Job:
                 made[section].append(value)
         return made["callbacks"], made["logger"]
 
-    def _prompts(self, target: FrozenTarget) -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
+    def target(self) -> FrozenTarget | RemoteTarget:
+        """The target in this process, or the one that target ranks hold."""
+        if self.world is None or not self.plan.layout.targets:
+            return load_target(self.plan, self.cfg, self.device)
+        world = self.world
+        for rank in self.plan.layout.targets_of_host(world.host):
+            world.told(f"target/{rank}")  # has read its weights
+        return RemoteTarget(
+            world,
+            Channel(world, self.device, self.transport),
+            self.plan.info,
+            self.plan.drafter.target_layer_ids,
+            device=self.device,
+            dtype=self.plan.dtype,
+            teacher=self.teacher,
+        )
+
+    @property
+    def teacher(self) -> bool:
+        return self.plan.objective.labels == "soft"
+
+    @property
+    def transport(self) -> Literal["nccl", "gloo"]:
+        """Of features: NCCL if every rank of a host has a GPU of its own."""
+        return transport_between([device.index for device in self.plan.devices])
+
+    def serve(self) -> None:
+        """What a target rank does instead of everything below."""
+        world = self.world
+        assert world is not None
+        serve(
+            world,
+            lambda: Channel(world, self.device, self.transport),
+            load_target(self.plan, self.cfg, self.device),
+            self.plan.drafter.target_layer_ids,
+            teacher=self.teacher,
+            rows=self.cfg.data.rows_per_batch,
+            row_tokens=self.cfg.data.row_tokens,
+        )
+
+    def leave(self, target: FrozenTarget | RemoteTarget) -> FrozenTarget | None:
+        """Training is over: the other processes end. On rank 0 a whole target comes back, to decode with."""
+        if isinstance(target, RemoteTarget):
+            target.goodbye()
+        if self.world is not None:
+            self.world.goodbye()
+        if not self.leads:
+            return None
+        return target if isinstance(target, FrozenTarget) else load_target(self.plan, self.cfg, self.device)
+
+    def _prompts(self, target: FrozenTarget | RemoteTarget) -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
         """Prompts to train on, to validate on, and to decode."""
         data, seed = self.cfg.data, self.cfg.seed
         evaluated = self.cfg.evaluation.prompts
@@ -178,8 +264,34 @@ class Job:
                     f"drafter.mask_token_id={mask} occurs in the data (prompt {prompt.name!r}); choose a reserved id that is never text"
                 )
 
-    def data(self, target: FrozenTarget) -> JobData:
-        """Prompts, the target's responses to them, packed rows."""
+    def data(self, target: FrozenTarget | RemoteTarget) -> JobData:
+        """Prompts, the target's responses to them, packed rows; made by rank 0 for all.
+
+        Raises:
+            UserError: also if another host does not see the folder of the run.
+        """
+        if self.world is None or self.plan.layout.drafter_world == 1:
+            return self._make_data(target)
+        folder = self.folder / ".rows"
+        if self.leads:
+            made = self._make_data(target)
+            self.world.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
+            for side, rows in (("train", made.module.train), ("val", made.module.val)):
+                rows.save(folder / side)
+            self.world.tell("data", made.eval_prompts)
+            return made
+        prompts = self.world.told("data")
+        if not folder.is_dir():
+            raise UserError(
+                f"paths.output_dir={self.cfg.paths.output_dir!r}: {folder.resolve()} of rank 0 is not there on host {self.world.host}; "
+                "put the run on a file system that all hosts see"
+            )
+        train, val = (PackedRows.load(folder / side) for side in ("train", "val"))
+        module = RowDataModule(train, val, self.cfg.data.rows_per_batch, self.cfg.seed)
+        module.eval_prompts = prompts  # type: ignore[attr-defined]
+        return JobData(module, prompts, None)
+
+    def _make_data(self, target: FrozenTarget | RemoteTarget) -> JobData:
         data = self.cfg.data
         train, val, decoded = self._prompts(target)
         self._refuse_mask_token([*train, *val, *decoded])
@@ -222,7 +334,7 @@ class Job:
             )
         return JobData(module, prompts, everything)
 
-    def module(self, target: FrozenTarget) -> DrafterModule:
+    def module(self, target: FrozenTarget | RemoteTarget) -> DrafterModule:
         """The drafter, new or warm-started, under its training step."""
         cfg, plan = self.cfg, self.plan
         config = {**plan.drafter.to_dict(), "target_fingerprint": target.fingerprint}
@@ -250,21 +362,32 @@ class Job:
             f"features of target layers {', '.join(map(str, plan.drafter.target_layer_ids))}; "
             f"{cfg.trainer.max_steps} steps of {cfg.optimizer.kind} on {plan.device.type} ({plan.precision}), {plan.objective} objective"
         )
+        if self.world is not None:
+            self.console.print(table(plan.layout, [device.index for device in plan.devices]), highlight=False)
         return module
 
-    def trainer(self, target: FrozenTarget, callbacks: list[Callback], loggers: list[Logger]) -> L.Trainer:
+    def strategy(self, target: FrozenTarget | RemoteTarget) -> Strategy:
+        """The placement, as Lightning takes it."""
+        layer_ids = self.plan.drafter.target_layer_ids
+        if isinstance(target, RemoteTarget):
+            assert self.world is not None
+            return SplitStrategy(self.world, self.device, target, prefetch=self.cfg.placement.prefetch)
+        if self.world is not None:
+            return DrafterGroupStrategy(self.world, self.device, target, layer_ids, teacher=self.teacher)
+        return ColocatedStrategy(target, layer_ids, self.device, teacher=self.teacher)
+
+    def trainer(self, target: FrozenTarget | RemoteTarget, callbacks: list[Callback], loggers: list[Logger]) -> L.Trainer:
         """Lightning's Trainer with the placement as its strategy."""
         settings = self.cfg.trainer
         if not settings.enable_progress_bar:
             callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
         if not loggers:
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
-        teacher = self.plan.objective.labels == "soft"
-        strategy = ColocatedStrategy(target, self.plan.drafter.target_layer_ids, self.plan.device, teacher=teacher)
         return L.Trainer(
-            accelerator="gpu" if self.plan.device.type == "cuda" else "cpu",
-            strategy=strategy,
-            devices=1,
+            accelerator="gpu" if self.device.type == "cuda" else "cpu",
+            strategy=self.strategy(target),
+            devices=self.plan.layout.drafters,
+            num_nodes=self.plan.layout.hosts,
             precision=self.plan.precision,  # type: ignore[arg-type]
             inference_mode=False,  # no_grad instead: one kind of tensors, so one set of graphs
             max_steps=settings.max_steps,
@@ -288,6 +411,7 @@ class Job:
 
     def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
         """Decode for real with the *exported* drafter and put all figures together; writes ``summary.json``."""
+        assert data.responses is not None
         # The export callback says where it wrote; without one the job exports itself.
         made = [found for callback in trainer.callbacks if (found := getattr(callback, "exported_to", None))]  # type: ignore[attr-defined]
         export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
@@ -341,7 +465,8 @@ class Job:
             "train_tokens": trainer.global_step
             * self.cfg.trainer.accumulate_grad_batches
             * self.cfg.data.rows_per_batch
-            * self.cfg.data.row_tokens,
+            * self.cfg.data.row_tokens
+            * trainer.world_size,
             "export_dir": _shown(export),
             "report": _shown(self.folder / "report.html"),
         }

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from dflash_lit.attention.dense import refuse_large
-from dflash_lit.config import DrafterSection, TrainConfig
+from dflash_lit.config import DrafterSection, PlacementSection, TrainConfig
 from dflash_lit.drafter.config import DrafterConfig, feature_layers
 from dflash_lit.errors import UserError
 from dflash_lit.export import drafter_from_checkpoint, read_config
 from dflash_lit.objective.config import Objective
+from dflash_lit.placement.layout import Layout, device_name, devices
 from dflash_lit.target.frozen import TargetInfo
 
 __all__ = ["Plan", "derive_drafter", "make_plan"]
@@ -28,16 +29,29 @@ _PRECISIONS = ("32-true", "bf16-mixed")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do, with nothing left to derive."""
+    """What a run will do, with nothing left to derive.
+
+    Attributes:
+        layout: the processes; one, for a colocated run on one device.
+        devices: of each local rank, the same on all hosts.
+        dtype: of the target.
+        val_every: optimizer steps.
+    """
 
     info: TargetInfo
     drafter: DrafterConfig
     objective: Objective
-    device: torch.device
+    layout: Layout
+    devices: tuple[torch.device, ...]
     dtype: torch.dtype
     precision: str
     val_every: int
     max_new_tokens: int
+
+    @property
+    def device(self) -> torch.device:
+        """That of local rank 0."""
+        return self.devices[0]
 
 
 def _positive(section: str, values: object, *names: str) -> None:
@@ -156,16 +170,29 @@ def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
         )
 
 
+def _layout(placement: PlacementSection) -> Layout:
+    if placement.kind not in ("colocated", "split"):
+        raise UserError(f"placement.kind={placement.kind!r}: choose colocated or split")
+    if placement.kind == "split" and placement.targets < 1:
+        raise UserError(f"placement.targets={placement.targets}: a split run needs at least 1")
+    if placement.kind == "colocated" and placement.targets:
+        raise UserError(
+            f"placement.targets={placement.targets}: colocated drafters have their target in their own process; use placement=split"
+        )
+    if placement.prefetch < 0:
+        raise UserError(f"placement.prefetch={placement.prefetch}: must be at least 0")
+    if not 2 <= placement.timeout_s < math.inf:
+        raise UserError(f"placement.timeout_s={placement.timeout_s:g}: must be at least 2 seconds")
+    return Layout(placement.targets, placement.drafters, placement.hosts)
+
+
 def make_plan(cfg: TrainConfig) -> Plan:
     """Check ``cfg`` and derive what it leaves open.
 
     Raises:
         UserError: for the first thing that cannot work, naming its key.
     """
-    if cfg.placement.kind != "colocated":
-        raise UserError(f"placement.kind={cfg.placement.kind!r}: only colocated is available")
-    if cfg.trainer.devices != 1:
-        raise UserError(f"trainer.devices={cfg.trainer.devices}: placement.kind=colocated runs target and drafter on 1 device")
+    layout = _layout(cfg.placement)
     _positive(
         "trainer",
         cfg.trainer,
@@ -220,6 +247,10 @@ def make_plan(cfg: TrainConfig) -> Plan:
         use_reentrant=cfg.objective.use_reentrant,
     )
     device = _device(cfg.trainer.accelerator)
+    visible = torch.cuda.device_count() if device.type == "cuda" else None
+    of_local = devices(layout, visible, share=cfg.placement.share)
+    if visible is not None and visible < layout.drafters:
+        raise UserError(f"placement.drafters={layout.drafters}: {visible} GPUs are visible, and drafters cannot share one")
     if device.type == "cuda" and cfg.drafter.compile is False:
         raise UserError("drafter.compile=false: on a GPU the drafter's attention exists only compiled; leave it null")
     if device.type == "cpu" and objective.capacity < 1:
@@ -257,7 +288,8 @@ def make_plan(cfg: TrainConfig) -> Plan:
         info=info,
         drafter=drafter,
         objective=objective,
-        device=device,
+        layout=layout,
+        devices=tuple(torch.device(device_name(of)) if layout.world > 1 else device for of in of_local),
         dtype=_DTYPES[cfg.target.dtype] if cfg.target.dtype else (torch.float32 if device.type == "cpu" else torch.bfloat16),
         precision=cfg.trainer.precision or ("32-true" if device.type == "cpu" else "bf16-mixed"),
         val_every=min(cfg.trainer.val_every or max(cfg.trainer.max_steps // 5, 1), cfg.trainer.max_steps),

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,9 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from dflash_lit.data.prompts import Prompt, stdlib_prompts
-from dflash_lit.data.respond import Responses, is_repetitive, respond
+from dflash_lit.data.respond import RespondingTarget, Responses, is_repetitive, respond
 from dflash_lit.errors import UserError
+from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,7 @@ def prompts(tokenizer: Any) -> list[Prompt]:
     return [Prompt(prompt.name, prompt.input_ids[: 20 + 2 * i]) for i, prompt in enumerate(drawn)]
 
 
-def run(target: Any, prompts: list[Prompt], cache: Path, **changes: Any) -> Responses:
+def run(target: RespondingTarget, prompts: list[Prompt], cache: Path, **changes: Any) -> Responses:
     settings: dict[str, Any] = {
         "max_new_tokens": 12,
         "temperature": 0.0,
@@ -48,8 +54,8 @@ def greedy(model: Any, ids: list[int], count: int, end: int) -> list[int]:
     return said
 
 
-def test_greedy_responses_are_the_targets_own(target: Any, prompts: list[Prompt], tmp_path: Path):
-    responses = run(target, prompts, tmp_path)
+def test_greedy_responses_are_the_targets_own(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
+    responses = run(embedded, prompts, tmp_path)
     assert not responses.from_cache
     assert responses.prompts == len(prompts) == len(responses.documents) + responses.empty + responses.repetitive
     assert [d.name for d in responses.documents] == [p.name for p in prompts if p.name in text_of(responses)]
@@ -59,29 +65,74 @@ def test_greedy_responses_are_the_targets_own(target: Any, prompts: list[Prompt]
         prompt = by_name[document.name].input_ids
         assert document.input_ids[: len(prompt)].tolist() == prompt
         assert document.supervised.tolist() == [False] * len(prompt) + [True] * (len(document) - len(prompt))
-        assert text_of(responses)[document.name] == greedy(target.model, prompt, 12, target.tokenizer.eos_token_id)
+        assert text_of(responses)[document.name] == greedy(embedded.model, prompt, 12, embedded.tokenizer.eos_token_id)
     assert responses.tokens_per_second > 0
 
 
-def test_sampling_is_seeded_batch_by_batch(target: Any, prompts: list[Prompt], tmp_path: Path):
+def test_sampling_is_seeded_batch_by_batch(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
     before = torch.random.get_rng_state()
-    first = text_of(run(target, prompts, tmp_path / "a", temperature=1.0))
+    first = text_of(run(embedded, prompts, tmp_path / "a", temperature=1.0))
     assert torch.equal(before, torch.random.get_rng_state())
     torch.rand(7)
-    assert text_of(run(target, prompts, tmp_path / "b", temperature=1.0)) == first
-    assert text_of(run(target, prompts, tmp_path / "c", temperature=1.0, seed=1)) != first
+    assert text_of(run(embedded, prompts, tmp_path / "b", temperature=1.0)) == first
+    assert text_of(run(embedded, prompts, tmp_path / "c", temperature=1.0, seed=1)) != first
 
     # Other prompts in the first batch (the longest four) change nothing in the others.
     ranked = sorted(prompts, key=lambda prompt: -len(prompt.input_ids))
     other = [dataclasses.replace(prompt, input_ids=prompt.input_ids[::-1]) for prompt in ranked[:4]] + ranked[4:]
-    again = text_of(run(target, other, tmp_path / "d", temperature=1.0))
+    again = text_of(run(embedded, other, tmp_path / "d", temperature=1.0))
     for prompt in ranked[4:]:
         assert again.get(prompt.name) == first.get(prompt.name)
 
 
-def test_the_models_own_generation_settings_do_not_matter(target: Any, prompts: list[Prompt], tmp_path: Path):
-    plain = text_of(run(target, prompts, tmp_path / "a", temperature=1.0))
-    before = target.model.generation_config
+# Another process: reads a function and items, writes what the embedded target made of them, computed last item first.
+PROCESS = """
+import pickle, sys
+import torch
+from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
+torch.set_num_threads(1)
+function, items = pickle.load(sys.stdin.buffer)
+target = FrozenTarget.load(TargetInfo.load(EMBEDDED), dtype=torch.float32)
+pickle.dump([function(target, item) for item in items[::-1]][::-1], sys.stdout.buffer)
+"""
+
+
+class Elsewhere:
+    """The embedded target in another process: nothing but what :class:`RespondingTarget` names is here."""
+
+    def __init__(self, target: FrozenTarget) -> None:
+        self.info: TargetInfo = target.info
+        self.tokenizer, self.fingerprint, self.eos_ids = target.tokenizer, target.fingerprint, target.eos_ids
+        self.items = 0
+
+    def each(self, function: Callable[[FrozenTarget, Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        self.items += len(items)
+        order = pickle.dumps((function, items))
+        done = subprocess.run([sys.executable, "-c", PROCESS], input=order, capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stderr.decode()
+        yield from pickle.loads(done.stdout)
+
+
+def test_batches_can_be_computed_elsewhere_and_in_any_order(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
+    here = run(embedded, prompts, tmp_path / "a", temperature=1.0)
+    elsewhere = Elsewhere(embedded)
+    there = run(elsewhere, prompts, tmp_path / "b", temperature=1.0)
+    assert elsewhere.items == 3
+    assert text_of(there) == text_of(here)
+    for field in ("prompts", "empty", "repetitive", "ended", "tokens", "from_cache"):
+        assert getattr(there, field) == getattr(here, field)
+    # The same key, too: either reads what the other stored.
+    assert run(elsewhere, prompts, tmp_path / "a", temperature=1.0).from_cache
+    assert elsewhere.items == 3
+
+
+def test_each_is_in_order(embedded: FrozenTarget):
+    assert list(embedded.each(lambda target, item: (target, 2 * item), [3, 1, 2])) == [(embedded, n) for n in (6, 2, 4)]
+
+
+def test_the_models_own_generation_settings_do_not_matter(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
+    plain = text_of(run(embedded, prompts, tmp_path / "a", temperature=1.0))
+    before = embedded.model.generation_config
     own = GenerationConfig(
         do_sample=True,
         top_k=1,
@@ -92,60 +143,61 @@ def test_the_models_own_generation_settings_do_not_matter(target: Any, prompts: 
         eos_token_id=0,
     )
     try:
-        target.model.generation_config = own
-        assert text_of(run(target, prompts, tmp_path / "b", temperature=1.0)) == plain
-        assert target.model.generation_config is own
+        embedded.model.generation_config = own
+        assert text_of(run(embedded, prompts, tmp_path / "b", temperature=1.0)) == plain
+        assert embedded.model.generation_config is own
     finally:
-        target.model.generation_config = before
+        embedded.model.generation_config = before
 
 
-def test_responses_end_with_the_end_token(target: Any, prompts: list[Prompt], tmp_path: Path):
+def test_responses_end_with_the_end_token(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
     # Take as end a token that greedy decoding says: responses stop there, and one that says it at once is empty.
-    said = {prompt.name: greedy(target.model, prompt.input_ids, 12, -1) for prompt in prompts}
+    said = {prompt.name: greedy(embedded.model, prompt.input_ids, 12, -1) for prompt in prompts}
     end = said[prompts[0].name][0]
     later = sum(end in text[1:] and text[0] != end for text in said.values())
-    before = target.model.generation_config
+    before = embedded.model.generation_config
     try:
-        target.model.generation_config = GenerationConfig(eos_token_id=[end, 0])
-        responses = run(target, prompts, tmp_path)
+        embedded.model.generation_config = GenerationConfig(eos_token_id=[end, 0])
+        responses = run(embedded, prompts, tmp_path)
     finally:
-        target.model.generation_config = before
+        embedded.model.generation_config = before
     assert responses.empty == sum(text[0] == end for text in said.values()) >= 1
     assert responses.ended == later
     for name, text in text_of(responses).items():
         assert text == said[name][: said[name].index(end) + 1 if end in said[name] else None]
 
 
-def test_repetitive_responses_are_dropped(target: Any, tmp_path: Path):
-    ids = target.tokenizer("0, " * 30)["input_ids"]
-    responses = run(target, [Prompt("zeros", ids)], tmp_path, max_new_tokens=40)
+def test_repetitive_responses_are_dropped(embedded: FrozenTarget, tmp_path: Path):
+    ids = embedded.tokenizer("0, " * 30)["input_ids"]
+    responses = run(embedded, [Prompt("zeros", ids)], tmp_path, max_new_tokens=40)
     assert (responses.repetitive, responses.documents) == (1, [])
     assert responses.tokens == 40
 
 
-def test_second_run_reads_the_first(target: Any, prompts: list[Prompt], tmp_path: Path):
-    first = run(target, prompts, tmp_path)
-    second = run(target, prompts, tmp_path)
+def test_second_run_reads_the_first(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
+    first = run(embedded, prompts, tmp_path)
+    second = run(embedded, prompts, tmp_path)
     assert second.from_cache
     assert text_of(second) == text_of(first)
     for field in ("prompts", "empty", "repetitive", "ended", "tokens", "tokens_per_second"):
         assert getattr(second, field) == getattr(first, field)
     # Names are not part of the content.
-    renamed = run(target, [dataclasses.replace(prompt, name=f"new {prompt.name}") for prompt in prompts], tmp_path)
+    renamed = run(embedded, [dataclasses.replace(prompt, name=f"new {prompt.name}") for prompt in prompts], tmp_path)
     assert renamed.from_cache
     assert all(document.name.startswith("new ") for document in renamed.documents)
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_everything_that_matters_is_in_the_key(target: Any, prompts: list[Prompt], tmp_path: Path):
+def test_everything_that_matters_is_in_the_key(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
     few = prompts[:2]
-    run(target, few, tmp_path, max_new_tokens=2)
+    run(embedded, few, tmp_path, max_new_tokens=2)
     changes: list[dict[str, Any]] = [{"max_new_tokens": 3}, {"temperature": 1.0}, {"batch_size": 1}, {"seed": 1}]
     for change in changes:
-        assert not run(target, few, tmp_path, **{"max_new_tokens": 2, **change}).from_cache, change
-    assert not run(target, few[:1], tmp_path, max_new_tokens=2).from_cache
-    assert not run(target, few[::-1], tmp_path, max_new_tokens=2).from_cache
-    other = dataclasses.replace(target, fingerprint="other")
+        assert not run(embedded, few, tmp_path, **{"max_new_tokens": 2, **change}).from_cache, change
+    assert not run(embedded, few[:1], tmp_path, max_new_tokens=2).from_cache
+    assert not run(embedded, few[::-1], tmp_path, max_new_tokens=2).from_cache
+    other = copy.copy(embedded)
+    other.fingerprint = "other"
     assert not run(other, few, tmp_path, max_new_tokens=2).from_cache
 
 
@@ -165,37 +217,39 @@ def damage(how: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["empty", "truncated", "one bit", "header", "other content"])
-def test_damaged_files_are_made_anew(target: Any, prompts: list[Prompt], tmp_path: Path, how: str):
-    first = run(target, prompts[:2], tmp_path, max_new_tokens=3)
+def test_damaged_files_are_made_anew(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path, how: str):
+    first = run(embedded, prompts[:2], tmp_path, max_new_tokens=3)
     (path,) = tmp_path.iterdir()
     damage(how, path)
     with pytest.warns(UserWarning, match="damaged"):
-        again = run(target, prompts[:2], tmp_path, max_new_tokens=3)
+        again = run(embedded, prompts[:2], tmp_path, max_new_tokens=3)
     assert not again.from_cache
     assert text_of(again) == text_of(first)
-    assert run(target, prompts[:2], tmp_path, max_new_tokens=3).from_cache
+    assert run(embedded, prompts[:2], tmp_path, max_new_tokens=3).from_cache
 
 
-def test_a_file_of_another_key_is_not_taken(target: Any, prompts: list[Prompt], tmp_path: Path):
-    run(target, prompts[:2], tmp_path / "a", max_new_tokens=3)
-    run(target, prompts[2:4], tmp_path / "b", max_new_tokens=3)
+def test_a_file_of_another_key_is_not_taken(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
+    run(embedded, prompts[:2], tmp_path / "a", max_new_tokens=3)
+    run(embedded, prompts[2:4], tmp_path / "b", max_new_tokens=3)
     (a,), (b,) = (tmp_path / "a").iterdir(), (tmp_path / "b").iterdir()
     a.write_bytes(b.read_bytes())
     with pytest.warns(UserWarning, match="other prompts"):
-        assert not run(target, prompts[:2], tmp_path / "a", max_new_tokens=3).from_cache
+        assert not run(embedded, prompts[:2], tmp_path / "a", max_new_tokens=3).from_cache
 
 
-def test_a_folder_that_cannot_be_written_costs_only_the_cache(target: Any, prompts: list[Prompt], tmp_path: Path):
+def test_a_folder_that_cannot_be_written_costs_only_the_cache(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match="could not be stored"):
-        responses = run(target, prompts[:2], tmp_path / "file", max_new_tokens=3)
+        responses = run(embedded, prompts[:2], tmp_path / "file", max_new_tokens=3)
     assert responses.tokens == 6
 
 
-def test_progress_shows_speed(target: Any, prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run(target, prompts[:2], tmp_path / "a", max_new_tokens=3)
+def test_progress_shows_speed(
+    embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run(embedded, prompts[:2], tmp_path / "a", max_new_tokens=3)
     assert capsys.readouterr().err == ""
-    run(target, prompts[:2], tmp_path / "b", max_new_tokens=3, progress=True)
+    run(embedded, prompts[:2], tmp_path / "b", max_new_tokens=3, progress=True)
     assert "tokens/s" in capsys.readouterr().err
 
 
@@ -209,16 +263,18 @@ def test_progress_shows_speed(target: Any, prompts: list[Prompt], tmp_path: Path
         ({"max_new_tokens": 5000}, "2048 positions"),
     ],
 )
-def test_wrong_settings_are_named(target: Any, prompts: list[Prompt], tmp_path: Path, changes: dict[str, Any], says: str):
+def test_wrong_settings_are_named(
+    embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path, changes: dict[str, Any], says: str
+):
     with pytest.raises(UserError, match=says):
-        run(target, prompts, tmp_path, **changes)
+        run(embedded, prompts, tmp_path, **changes)
 
 
-def test_wrong_prompts_are_named(target: Any, tmp_path: Path):
+def test_wrong_prompts_are_named(embedded: FrozenTarget, tmp_path: Path):
     with pytest.raises(UserError, match="at least one"):
-        run(target, [], tmp_path)
+        run(embedded, [], tmp_path)
     with pytest.raises(UserError, match="'void'"):
-        run(target, [Prompt("void", [])], tmp_path)
+        run(embedded, [Prompt("void", [])], tmp_path)
 
 
 @pytest.mark.parametrize(

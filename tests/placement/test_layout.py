@@ -74,9 +74,9 @@ def test_connecting_in_order_never_waits_in_a_circle(layout: Layout) -> None:
 @pytest.mark.parametrize(
     ("numbers", "says"),
     [
-        ((0, 1, 1), "placement.targets=0: must be at least 1"),
+        ((-1, 1, 1), "placement.targets=-1: must be at least 0"),
         ((1, -2, 1), "placement.drafters=-2: must be at least 1"),
-        ((1, 1, 0), "hosts=0: must be at least 1"),
+        ((1, 1, 0), "placement.hosts=0: must be at least 1"),
     ],
 )
 def test_nobody_is_missing(numbers: tuple[int, int, int], says: str) -> None:

@@ -18,14 +18,14 @@ def test_batches_get_features(embedded: FrozenTarget) -> None:
     first, _ = loader
     assert set(first) == {*batch, "features"}
     assert first["features"].shape == (1, 64, 2 * 256)
-    assert torch.equal(first["features"], strategy.features(batch))
+    assert torch.equal(first["features"], strategy.with_features(batch)["features"])
 
 
 def test_a_teacher_gives_its_last_hidden_state_too(embedded: FrozenTarget) -> None:
     batch = token_batch([[(40, 0), (20, 0)]], 64)
     (got,) = ColocatedStrategy(embedded, LAYERS, teacher=True).process_dataloader([batch])
     assert set(got) == {*batch, "features", "last_hidden"}
-    assert torch.equal(got["features"], ColocatedStrategy(embedded, LAYERS).features(batch))
+    assert torch.equal(got["features"], ColocatedStrategy(embedded, LAYERS).with_features(batch)["features"])
     # What the head makes of it are the logits of each document alone.
     with torch.no_grad():
         alone = embedded.model(batch["input_ids"][:, 40:60]).logits

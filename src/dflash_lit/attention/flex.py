@@ -30,7 +30,14 @@ def kernel_options(dtype: torch.dtype, head_dim: int, device: torch.device) -> K
         return TRAINING_KERNEL
     if dtype != torch.bfloat16 or head_dim > 128:
         return TRAINING_KERNEL
-    return {**TRAINING_KERNEL, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3, "fwd_USE_TMA": True}
+    return {
+        **TRAINING_KERNEL,
+        "fwd_BLOCK_M": 64,
+        "fwd_BLOCK_N": 64,
+        "fwd_num_warps": 4,
+        "fwd_num_stages": 3,
+        "fwd_USE_TMA": True,
+    }
 
 
 def flex_attend(mask: BlockMask, options: KernelOptions = TRAINING_KERNEL) -> Attend:
@@ -49,7 +56,7 @@ def flex_attend(mask: BlockMask, options: KernelOptions = TRAINING_KERNEL) -> At
         )
         keys = torch.cat([context[0], block[0]], dim=2)
         values = torch.cat([context[1], block[1]], dim=2)
-        out = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=options)  # type: ignore[arg-type]
+        out = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=options)  # type: ignore[call-overload]
         assert isinstance(out, Tensor)
         return out
 

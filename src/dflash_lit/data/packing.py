@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +29,9 @@ _TILE = 128
 _WAITING = 256
 # How many waiting documents are compared when one must be cut.
 _CUT_CANDIDATES = 16
+
+
+_COLUMNS = ("input_ids", "document_ids", "position_ids", "supervised")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +70,20 @@ class PackedRows:
     def efficiency(self) -> float:
         """Share of tokens that are not padding, in (0, 1]."""
         return float((self.document_ids >= 0).mean())
+
+    def save(self, folder: Path) -> None:
+        """Write the columns, for :meth:`load` in another process; ``folder`` is made and must be empty."""
+        folder.mkdir(parents=True)
+        for name in _COLUMNS:
+            np.save(folder / f"{name}.npy", getattr(self, name))
+        (folder / "pad_id").write_text(str(self.pad_id))
+
+    @classmethod
+    def load(cls, folder: Path) -> PackedRows:
+        """Read them as memory maps: the processes of a host share one copy."""
+        # "c": copied where written to, which nobody does; torch warns of arrays that cannot be written to.
+        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in _COLUMNS}
+        return cls(**columns, pad_id=int((folder / "pad_id").read_text()))
 
 
 class _Window:

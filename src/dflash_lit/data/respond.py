@@ -12,11 +12,11 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,20 +28,24 @@ from transformers import GenerationConfig
 from dflash_lit.data.documents import Document
 from dflash_lit.data.prompts import Prompt
 from dflash_lit.errors import UserError
-from dflash_lit.target.frozen import end_token_ids, generation_settings
+from dflash_lit.target.frozen import FrozenTarget, TargetInfo, generation_settings
 
-__all__ = ["RespondingTarget", "Responses", "is_repetitive", "respond"]
+__all__ = ["PromptBatch", "RespondingTarget", "Responses", "generate_batch", "is_repetitive", "respond"]
 
 # Part of the key: raise it whenever the meaning of a stored file, or how responses are drawn, changes.
 _FORMAT = 1
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
 class RespondingTarget(Protocol):
-    """What :func:`respond` needs of a target."""
+    """What :func:`respond` needs of a target. It may run elsewhere: the model is not asked for."""
 
     @property
-    def model(self) -> Any:
-        """A Hugging Face causal language model in eval mode, on ``device``."""
+    def info(self) -> TargetInfo:
+        """Its config."""
 
     @property
     def tokenizer(self) -> Any:
@@ -52,8 +56,32 @@ class RespondingTarget(Protocol):
         """Equal for equal weights and tokenizers only."""
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is."""
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a response; may be none."""
+
+    def each(self, function: Callable[[FrozenTarget, Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        """``function(target, item)`` for each item, in order, wherever it is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Prompts that are responded to together, and how: all that decides the responses, beside the target.
+
+    Attributes:
+        prompts: token ids of each, at least one prompt of at least one token.
+        number: of the batch; with ``seed`` it decides what is drawn.
+        max_new_tokens, temperature, seed: as in :func:`respond`.
+        end_ids: ids that end a response; may be none.
+        pad_id: fills shorter prompts from the left, and responses after their end.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    number: int
+    max_new_tokens: int
+    temperature: float
+    end_ids: tuple[int, ...]
+    pad_id: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +165,7 @@ def respond(
         "batch_size": batch_size,
         "seed": seed,
     }
-    end_ids = list(end_token_ids(target.model, target.tokenizer))
+    end_ids = target.eos_ids
     key = _key(target.fingerprint, prompts, {**settings, "end_ids": end_ids})
     path = Path(cache_dir) / f"responses-{key[:32]}.safetensors"
 
@@ -165,7 +193,7 @@ def _check(
         if not prompt.input_ids:
             raise UserError(f"prompt {prompt.name!r}: has no tokens; leave it out")
     longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
-    limit = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(target.info.text, "max_position_embeddings", None)
     if limit is not None and len(longest.input_ids) + max_new_tokens > limit:
         raise UserError(
             f"prompt {longest.name!r}: {len(longest.input_ids)} tokens and a response of {max_new_tokens} are more than "
@@ -185,7 +213,7 @@ def _generate(
     target: RespondingTarget,
     prompts: Sequence[Prompt],
     *,
-    end_ids: list[int],
+    end_ids: tuple[int, ...],
     max_new_tokens: int,
     temperature: float,
     batch_size: int,
@@ -194,33 +222,59 @@ def _generate(
 ) -> list[np.ndarray]:
     """Generate one response a prompt; returns int32 arrays in the order of ``prompts``."""
     pad_id = next((i for i in (target.tokenizer.pad_token_id, *end_ids) if i is not None), 0)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
-    plain = GenerationConfig(
-        max_new_tokens=max_new_tokens, eos_token_id=end_ids or None, pad_token_id=pad_id, use_cache=True, **sampling
-    )
     # Prompts of like length together: little padding. Longest first, so that running out of memory happens at once.
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].input_ids))
+    groups = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    batches = [
+        PromptBatch(
+            tuple(tuple(prompts[index].input_ids) for index in chosen),
+            number,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            end_ids=end_ids,
+            pad_id=pad_id,
+            seed=seed,
+        )
+        for number, chosen in enumerate(groups)
+    ]
     texts: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * len(prompts)
     tokens, began = 0, time.perf_counter()
-    with generation_settings(target.model, plain), tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
+    with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
         bar.set_description("responses")
-        for number, first in enumerate(range(0, len(order), batch_size)):
-            chosen = order[first : first + batch_size]
-            width = len(prompts[chosen[0]].input_ids)
-            ids = torch.full((len(chosen), width), pad_id, dtype=torch.int64)
-            mask = torch.zeros_like(ids)
-            for row, index in enumerate(chosen):
-                prompt = prompts[index].input_ids
-                ids[row, width - len(prompt) :] = torch.tensor(prompt)
-                mask[row, width - len(prompt) :] = 1
-            with _seeded(target.device, seed, number):
-                out = target.model.generate(ids.to(target.device), attention_mask=mask.to(target.device))
-            for index, response in zip(chosen, out[:, width:].to("cpu", torch.int32).numpy(), strict=True):
-                ends = np.flatnonzero(np.isin(response, end_ids))
-                texts[index] = response[: ends[0] + 1].copy() if len(ends) else response.copy()
-                tokens += len(texts[index])
+        for chosen, responses in zip(groups, target.each(generate_batch, batches), strict=True):
+            for index, response in zip(chosen, responses, strict=True):
+                texts[index] = response
+                tokens += len(response)
             bar.update(len(chosen))
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
+    return texts
+
+
+def generate_batch(target: FrozenTarget, batch: PromptBatch) -> list[np.ndarray]:
+    """Let the model respond to a batch: int32 [>= 1] a prompt, in their order, cut after the end token.
+
+    A function of model and batch alone: in whichever process, and after whatever else, a batch is computed, it draws the same.
+    """
+    sampling = {"do_sample": True, "temperature": batch.temperature, "top_k": 0, "top_p": 1.0} if batch.temperature > 0 else {}
+    plain = GenerationConfig(
+        max_new_tokens=batch.max_new_tokens,
+        eos_token_id=list(batch.end_ids) or None,
+        pad_token_id=batch.pad_id,
+        use_cache=True,
+        **sampling,
+    )
+    width = max(len(prompt) for prompt in batch.prompts)
+    ids = torch.full((len(batch.prompts), width), batch.pad_id, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(batch.prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    with generation_settings(target.model, plain), _seeded(target.device, batch.seed, batch.number):
+        out = target.model.generate(ids.to(target.device), attention_mask=mask.to(target.device))
+    texts: list[np.ndarray] = []
+    for response in out[:, width:].to("cpu", torch.int32).numpy():
+        ends = np.flatnonzero(np.isin(response, batch.end_ids))
+        texts.append(response[: ends[0] + 1].copy() if len(ends) else response.copy())
     return texts
 
 
@@ -242,7 +296,7 @@ def _seeded(device: torch.device, seed: int, number: int) -> Iterator[None]:
             yield
 
 
-def _responses(prompts: Sequence[Prompt], stored: _Stored, end_ids: list[int], from_cache: bool) -> Responses:
+def _responses(prompts: Sequence[Prompt], stored: _Stored, end_ids: tuple[int, ...], from_cache: bool) -> Responses:
     documents: list[Document] = []
     empty = repetitive = ended = tokens = 0
     for prompt, text in zip(prompts, stored.texts, strict=True):

@@ -11,7 +11,7 @@ import torch
 from rich.progress import Progress
 from transformers import GenerationConfig
 
-from dflash_lit.decode.chain import Decoded, decode_chain, decode_plain
+from dflash_lit.decode.chain import Decoded, DecodingTarget, decode_chain, decode_plain
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.target.frozen import FrozenTarget, generation_settings
 
@@ -73,7 +73,7 @@ def _ratio_error(drafted: Sequence[Decoded], tau: float) -> float:
 
 
 def measure(
-    target: FrozenTarget,
+    target: DecodingTarget,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     *,
@@ -87,7 +87,17 @@ def measure(
 
     At temperature 0 the drafted output is also compared with Hugging Face's own ``generate``. Without ``plain`` there is
     neither a comparison nor a plain rate (NaN).
+
+    Args:
+        target: with ``plain`` a :class:`FrozenTarget`, since ``generate`` takes the model itself.
+
+    Raises:
+        TypeError: with ``plain``, if it is another kind of target.
     """
+    if plain and not isinstance(target, FrozenTarget):
+        raise TypeError(
+            f"plain=True compares with the model's own generate: needs a FrozenTarget, not a {type(target).__name__}"
+        )
     task = progress.add_task(f"decode T={temperature:g}", total=len(prompts)) if progress else None
     drafted: list[Decoded] = []
     own: list[Decoded] = []
@@ -111,6 +121,7 @@ def measure(
                 progress.advance(task)
     verdicts: list[str] = []
     if plain and temperature == 0:
+        assert isinstance(target, FrozenTarget)
         references = _generate(target, prompts, max_new_tokens)
         for prompt, response, reference in zip(prompts, drafted, references, strict=True):
             verdicts.append(_compare(target, list(prompt), response.ids, reference))

@@ -6,23 +6,22 @@ output's distribution is the target's at any temperature and the greedy output i
 
 from __future__ import annotations
 
-import inspect
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
 
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.blocks import slot_tokens
 from dflash_lit.decode.cache import ContextCache
 from dflash_lit.drafter.model import Drafter
-from dflash_lit.errors import UserError
-from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.target.frozen import TargetEnds
 
-__all__ = ["Decoded", "choose", "decode_chain", "decode_plain", "one_block_attention"]
+__all__ = ["Decoded", "DecodingTarget", "Reader", "choose", "decode_chain", "decode_plain", "one_block_attention"]
 
 
 @dataclass(frozen=True)
@@ -70,47 +69,41 @@ def one_block_attention(causal: bool) -> Attend:
     return attend
 
 
-class _TargetState:
-    """The target's cache and the features of what it has just read."""
+class Reader(Protocol):
+    """One text that a target reads; see :class:`~dflash_lit.target.reader.TargetReader`."""
 
-    def __init__(self, target: FrozenTarget, layer_ids: tuple[int, ...]) -> None:
-        if not target.info.packs:
-            raise UserError(
-                f"target.path={target.info.path!r}: has layers of kind {target.info.not_packed!r}, from whose state rejected drafts "
-                "cannot be taken back; a drafter can be trained for it, but not decoded with here"
-            )
-        self.target, self.layer_ids = target, layer_ids
-        # Without a config: caches of sliding layers forget tokens that come back when drafts are dropped. Their masks do slide.
-        self.cache = DynamicCache()
-        # Transformers renames the argument between 5.17 and 5.40.
-        self.cache_name = "cache" if "cache" in inspect.signature(target.model.forward).parameters else "past_key_values"
-        self.length = 0
+    @property
+    def length(self) -> int:
+        """Tokens read and not forgotten."""
 
     def read(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Run ids [1, T] after what is cached; logits [1, T or 1, V] and features [1, T, n_ids * H] (None without layers)."""
-        positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device)[None]
-        arguments = {"input_ids": ids, "position_ids": positions, self.cache_name: self.cache, "use_cache": True}
-        if last_only:
-            arguments["logits_to_keep"] = 1
-        if not self.layer_ids:
-            logits, features = self.target.model(**arguments).logits, None
-        else:
-            with self.target.capture(self.layer_ids) as found:
-                logits = self.target.model(**arguments).logits
-            features = torch.cat([found[i] for i in self.layer_ids], dim=-1)
-        self.length += ids.shape[1]
-        return logits, features
+        """Read ids [1, T]; logits [1, T or 1, V] and features [1, T, n_ids * H] (None without layers), on the target's device."""
 
     def forget(self, count: int) -> None:
         """Drop the last ``count`` tokens."""
-        if count:
-            self.cache.crop(-count)
-            self.length -= count
+
+
+class DecodingTarget(Protocol):
+    """What decoding needs of a target. It may run elsewhere: neither the model nor its cache is asked for."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids are given and logits, features and ends are found."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a response; may be none."""
+
+    def ends(self) -> TargetEnds:
+        """Embedding and head."""
+
+    def reader(self, layer_ids: Sequence[int]) -> Reader:
+        """Begin a text whose features are the outputs of ``layer_ids``, one after the other in that order."""
 
 
 @torch.inference_mode()
 def decode_plain(
-    target: FrozenTarget,
+    target: DecodingTarget,
     prompt: list[int],
     max_new_tokens: int,
     *,
@@ -119,7 +112,7 @@ def decode_plain(
 ) -> Decoded:
     """The target alone, a token a pass: what a drafter has to beat."""
     started = time.perf_counter()
-    state = _TargetState(target, ())
+    state = target.reader(())
     ids: list[int] = []
     current = torch.tensor([prompt], device=target.device)
     while len(ids) < max_new_tokens:
@@ -133,7 +126,7 @@ def decode_plain(
 
 @torch.inference_mode()
 def decode_chain(
-    target: FrozenTarget,
+    target: DecodingTarget,
     drafter: Drafter,
     prompt: list[int],
     max_new_tokens: int,
@@ -155,7 +148,7 @@ def decode_chain(
     ends = target.ends()
     dtype = drafter.fc.weight.dtype
     attend = one_block_attention(config.causal)
-    state = _TargetState(target, config.target_layer_ids)
+    state = target.reader(config.target_layer_ids)
     cache = ContextCache()
 
     def remember(features: Tensor, first: int) -> None:

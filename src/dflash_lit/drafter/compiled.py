@@ -32,7 +32,7 @@ def _layer(
     sin: Tensor,
     context: ContextKV,
     mask: BlockMask | DenseMask,
-    options: KernelOptions | None,
+    options: KernelOptions,
 ) -> Tensor:
     attend = attend_blocks(mask) if isinstance(mask, DenseMask) else flex_attend(mask, options)
     return layer(x, cos, sin, context, attend)

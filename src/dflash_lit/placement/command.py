@@ -66,6 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast; always 0, as wrong input is raised."""
+    if args.targets < 1:
+        raise UserError(f"--targets {args.targets}: must be at least 1")
     layout = Layout(args.targets, args.drafters, args.hosts)
     recipe = SMALL if args.target == EMBEDDED else PUBLISHED
     given = {name: value for name in _RECIPE if (value := getattr(args, name)) is not None}

@@ -1,13 +1,14 @@
-"""Where token rows become feature batches."""
+"""Where token rows become feature batches: at once, or asked for ahead."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["FeatureLoader", "FeatureSource"]
+__all__ = ["AskedFeatures", "FeatureLoader", "FeatureSource", "PrefetchingLoader"]
 
 
 class FeatureSource(Protocol):
@@ -18,6 +19,18 @@ class FeatureSource(Protocol):
         ...
 
 
+class AskedFeatures(Protocol):
+    """Whoever can be asked for features before they are needed."""
+
+    def ask(self, batch: dict[str, Tensor]) -> Any:
+        """Ask for those of a TokenRow batch; what is returned has ``arrived()``."""
+        ...
+
+    def take(self, batch: dict[str, Tensor], pending: Any, arrived: int) -> dict[str, Tensor]:
+        """The batch with what was asked for."""
+        ...
+
+
 class FeatureLoader:
     """Any loader of TokenRow batches, with the target's features added to each.
 
@@ -25,7 +38,7 @@ class FeatureLoader:
     resumes it as if it were not wrapped. Nothing is fetched ahead: what was handed out is what was trained.
     """
 
-    def __init__(self, loader: Any, source: FeatureSource) -> None:
+    def __init__(self, loader: Any, source: Any) -> None:
         self.loader = loader
         self.source = source
 
@@ -50,3 +63,40 @@ class FeatureLoader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for batch in self.loader:
             yield self.source.with_features(batch)
+
+
+class PrefetchingLoader(FeatureLoader):
+    """The same, with requests in flight while the batches before are trained on.
+
+    Batches, their order and the saved position are those of :class:`FeatureLoader`. An iterator may be dropped before its end (a
+    limit, the sanity check, the end of a run inside an epoch): what it has asked for comes in all the same, into memory of its
+    own, and is not mistaken for what the next one asks for.
+
+    Args:
+        loader: of TokenRow batches.
+        source: an :class:`AskedFeatures`.
+        ahead: requests in flight while a batch is trained on, >= 0.
+    """
+
+    def __init__(self, loader: Any, source: AskedFeatures, ahead: int) -> None:
+        super().__init__(loader, source)
+        self.ahead = ahead
+        self._in_flight: deque[tuple[dict[str, Tensor], Any]] = deque()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the batches that were passed on: those in flight are asked for again."""
+        state = self.loader.state_dict()
+        return {**state, "batches": state["batches"] - len(self._in_flight)}
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        in_flight: deque[tuple[dict[str, Tensor], Any]] = deque()
+        self._in_flight = in_flight
+        coming = iter(self.loader)
+        while True:
+            while len(in_flight) <= self.ahead and (batch := next(coming, None)) is not None:
+                in_flight.append((batch, self.source.ask(batch)))
+            if not in_flight:
+                return
+            arrived = sum(pending.arrived() for _, pending in in_flight)
+            batch, pending = in_flight.popleft()
+            yield self.source.take(batch, pending, arrived)

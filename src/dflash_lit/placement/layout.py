@@ -33,12 +33,12 @@ class Layout:
     """The processes of a run.
 
     Attributes:
-        targets: target ranks a host (N).
+        targets: target ranks a host (N); 0 where each drafter has a target in its own process.
         drafters: drafter ranks a host (M).
         hosts: all of one kind.
 
     Raises:
-        UserError: if any of them is less than 1.
+        UserError: if there are less than 1, of targets less than 0.
     """
 
     targets: int
@@ -46,13 +46,13 @@ class Layout:
     hosts: int = 1
 
     def __post_init__(self) -> None:
-        for key, count in (
-            ("placement.targets", self.targets),
-            ("placement.drafters", self.drafters),
-            ("hosts", self.hosts),
+        for key, count, least in (
+            ("placement.targets", self.targets, 0),
+            ("placement.drafters", self.drafters, 1),
+            ("placement.hosts", self.hosts, 1),
         ):
-            if count < 1:
-                raise UserError(f"{key}={count}: must be at least 1")
+            if count < least:
+                raise UserError(f"{key}={count}: must be at least {least}")
 
     @property
     def ranks_per_host(self) -> int:
@@ -93,6 +93,11 @@ class Layout:
         """The inverse of :meth:`drafter_rank`."""
         host, local = divmod(drafter_rank, self.drafters)
         return self.physical_rank(host, local)
+
+    def ranks_of_host(self, host: int) -> range:
+        """Physical ranks."""
+        first = self.physical_rank(host, 0)
+        return range(first, first + self.ranks_per_host)
 
     def drafters_of_host(self, host: int) -> range:
         """Physical ranks."""
@@ -168,8 +173,9 @@ def devices(layout: Layout, visible: int | None, *, share: bool = False) -> tupl
         return (None,) * needed
     if visible < 1 or (visible < needed and not share):
         advice = "" if visible < 1 else ", or let ranks share GPUs with placement.share=true (slower)"
+        targets = f"placement.targets={layout.targets} + " if layout.targets else ""
         raise UserError(
-            f"placement.targets={layout.targets} + placement.drafters={layout.drafters} need {needed} GPUs a host, "
+            f"{targets}placement.drafters={layout.drafters} need {needed} GPUs a host, "
             f"{visible} {'is' if visible == 1 else 'are'} visible: lower one, or make more visible (CUDA_VISIBLE_DEVICES){advice}"
         )
     return tuple(local % visible for local in range(needed))

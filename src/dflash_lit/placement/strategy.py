@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import lightning as L
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from dflash_lit.placement.feature_loader import FeatureLoader
+from dflash_lit.placement.agreement import Agreement
+from dflash_lit.placement.feature_loader import FeatureLoader, PrefetchingLoader
 from dflash_lit.target.frozen import FrozenTarget
 
-__all__ = ["ColocatedStrategy"]
+if TYPE_CHECKING:
+    from dflash_lit.placement.flow import Flow
+    from dflash_lit.placement.layout import Layout
+    from dflash_lit.placement.remote_target import RemoteTarget
+    from dflash_lit.placement.world import World
+
+__all__ = ["ColocatedStrategy", "DrafterGroupStrategy", "LocalTarget", "SplitStrategy", "threads_of_a_rank"]
+
+
+# The buffers are the target's embedding and head: alike everywhere and never changed, so not to be sent at every step. torch 2.13
+# renames the argument.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+
+class LocalTarget:
+    """Features from a target in this process.
+
+    Args:
+        target: the frozen target.
+        layer_ids: its feature layers.
+        teacher: add the target's last hidden state to each batch as ``last_hidden``, for losses on its distribution.
+    """
+
+    def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], *, teacher: bool = False) -> None:
+        self.target, self.layer_ids, self.teacher = target, tuple(layer_ids), teacher
+
+    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with ``features`` [R, S, n_ids * H] and, for a teacher, ``last_hidden`` [R, S, H], in the target's dtype."""
+        rows = (batch["input_ids"], batch["document_ids"], batch["position_ids"])
+        if not self.teacher:
+            return {**batch, "features": self.target.features(*rows, self.layer_ids)}
+        features, last_hidden = self.target.features_and_last_hidden(*rows, self.layer_ids)
+        return {**batch, "features": features, "last_hidden": last_hidden}
 
 
 class ColocatedStrategy(SingleDeviceStrategy):
-    """Target and drafter in one process on one device (a GPU or a CPU).
+    """Target and drafter in one process on one device (a GPU or a CPU), the only one of the run.
 
     Args:
         target: the frozen target, on ``device``.
         layer_ids: its feature layers.
         device: where both run.
-        teacher: add the target's last hidden state to each batch as ``last_hidden``, for losses on its distribution.
+        teacher: see :class:`LocalTarget`.
     """
 
     def __init__(
@@ -33,22 +72,114 @@ class ColocatedStrategy(SingleDeviceStrategy):
         teacher: bool = False,
     ) -> None:
         super().__init__(device=device)
-        self.teacher = teacher
         self.target = target
-        self.layer_ids = tuple(layer_ids)
-
-    def features(self, batch: dict[str, Tensor]) -> Tensor:
-        """Context features [R, S, n_ids * H] of a TokenRow batch."""
-        return self.target.features(batch["input_ids"], batch["document_ids"], batch["position_ids"], self.layer_ids)
+        self.source = LocalTarget(target, layer_ids, teacher=teacher)
 
     def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with ``features`` [R, S, n_ids * H] and, for a teacher, ``last_hidden`` [R, S, H], in the target's dtype."""
-        if not self.teacher:
-            return {**batch, "features": self.features(batch)}
-        rows = (batch["input_ids"], batch["document_ids"], batch["position_ids"])
-        features, last_hidden = self.target.features_and_last_hidden(*rows, self.layer_ids)
-        return {**batch, "features": features, "last_hidden": last_hidden}
+        """See :meth:`LocalTarget.with_features`."""
+        return self.source.with_features(batch)
 
     def process_dataloader(self, dataloader: object) -> FeatureLoader:
         """Lightning's hook for every loader (training, validation, test, sanity check): attach the features here."""
-        return FeatureLoader(dataloader, self)
+        return FeatureLoader(dataloader, self.source)
+
+
+class DrafterGroupStrategy(DDPStrategy):
+    """Several drafters, data-parallel; each has a target in its own process.
+
+    The Trainer's world is that of the drafters, and their processes exist already (:mod:`dflash_lit.placement.world`): Lightning
+    starts none, and all its collectives are over the default process group, which holds the drafters alone.
+
+    Args:
+        world: of this rank.
+        device: of this rank.
+        target, layer_ids, teacher: see :class:`LocalTarget`.
+    """
+
+    def __init__(
+        self, world: World, device: torch.device, target: FrozenTarget, layer_ids: Sequence[int], *, teacher: bool = False
+    ) -> None:
+        self._of_drafters(world, device)
+        self.target: FrozenTarget | RemoteTarget = target
+        self.source: LocalTarget | RemoteTarget = LocalTarget(target, layer_ids, teacher=teacher)
+
+    def _of_drafters(self, world: World, device: torch.device) -> None:
+        super().__init__(
+            cluster_environment=world.environment,
+            # All parameters of the drafter take part in every step.
+            find_unused_parameters=False,
+            **_KEEP_BUFFERS,
+            # Else every gradient would exist twice.
+            gradient_as_bucket_view=True,
+        )
+        self.world, self.device_of_rank = world, device
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.device_of_rank
+
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        return [self.root_device.index] if self.root_device.type == "cuda" else None
+
+    def setup_distributed(self) -> None:
+        if not torch.distributed.is_initialized():
+            self.world.start_drafter_group(self.root_device)
+        super().setup_distributed()  # finds the group, and sets the ranks
+
+    def agreement(self) -> Agreement:
+        """For what all drafters have to decide alike at a step."""
+        return Agreement(self.world)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        # Inside a DDP forward, Dynamo would cut graphs at its buckets; layers are graphs of their own already.
+        torch._dynamo.config.optimize_ddp = False
+        super().setup(trainer)
+        # Private: Lightning asks all ranks before every batch whether one got SIGTERM, and waits for the device to hear it. That
+        # is callbacks/interrupt.py's here, which does not wait. tests/placement/test_strategy.py fails if it moves.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See :meth:`LocalTarget.with_features`."""
+        return self.source.with_features(batch)
+
+    def process_dataloader(self, dataloader: object) -> FeatureLoader:
+        """Lightning's hook for every loader (training, validation, test, sanity check): attach the features here."""
+        return FeatureLoader(dataloader, self.source)
+
+
+class SplitStrategy(DrafterGroupStrategy):
+    """Drafters whose target runs in other processes, on other devices.
+
+    The module cannot tell: batches come with features, as everywhere. Requests are in flight while a batch is trained on.
+
+    Args:
+        world: of this rank, a drafter.
+        device: of this rank.
+        target: connected to the target ranks of this host.
+        prefetch: requests in flight while a batch is trained on; memory is ``prefetch + 1`` feature batches.
+    """
+
+    source: RemoteTarget
+
+    def __init__(self, world: World, device: torch.device, target: RemoteTarget, *, prefetch: int = 2) -> None:
+        self._of_drafters(world, device)
+        self.target = self.source = target
+        self.prefetch = prefetch
+
+    @property
+    def layout(self) -> Layout:
+        return self.world.layout
+
+    def flows(self) -> dict[int, Flow]:
+        """Newest known counters of all ranks, by physical rank."""
+        return self.world.flows()
+
+    def process_dataloader(self, dataloader: object) -> FeatureLoader:
+        """Lightning's hook for every loader (training, validation, test, sanity check): ask for the features ahead here."""
+        return PrefetchingLoader(dataloader, self.source, self.prefetch)
+
+
+def threads_of_a_rank(ranks: int) -> int:
+    """CPU threads for each of the ranks of a host, so that together they do not fight for its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // ranks, 1)

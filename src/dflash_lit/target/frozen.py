@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -32,6 +32,7 @@ from transformers import (
 from dflash_lit.errors import UserError
 from dflash_lit.target.compiled_layers import packed_layers, shared_layer_graph
 from dflash_lit.target.packed_attention import PACKED, packed_mask, unsupported
+from dflash_lit.target.reader import TargetReader
 
 __all__ = [
     "EMBEDDED",
@@ -43,6 +44,9 @@ __all__ = [
     "end_token_ids",
     "generation_settings",
 ]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 EMBEDDED = "embedded"
 """The name under which the shipped target is found."""
@@ -337,6 +341,19 @@ class FrozenTarget:
         if getattr(head, "bias", None) is not None:
             raise UserError(f"target.path={self.info.path!r}: a head with a bias is not supported")
         return TargetEnds(self.model.get_input_embeddings().weight, head.weight)
+
+    def each(self, function: Callable[[FrozenTarget, Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        """Yield ``function(self, item)`` for each item, in order.
+
+        Written so that a target in other processes can do the same, several items at a time: ``function`` is one of a module,
+        found there by its name, items and results can be pickled, and what it returns is decided by its item alone.
+        """
+        for item in items:
+            yield function(self, item)
+
+    def reader(self, layer_ids: Sequence[int]) -> TargetReader:
+        """Begin to read a text, for decoding; see :class:`~dflash_lit.target.reader.TargetReader`."""
+        return TargetReader(self, layer_ids)
 
     @contextmanager
     def capture(self, layer_ids: Sequence[int], *, stop: bool = False, teacher: bool = False) -> Iterator[dict[int, Tensor]]:

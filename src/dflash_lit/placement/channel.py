@@ -1,0 +1,239 @@
+"""Requests out, features back: what the ranks of one host say to each other.
+
+Two groups that torch.distributed's default one knows nothing of. On the control group (gloo) drafters send requests, which a
+target takes from whoever comes first, so nothing needs a schedule; answers to calls come back on it, too. On the data group
+(NCCL between GPUs of their own, else gloo) a target sends features to the drafter that asked. Between two ranks everything
+arrives in the order in which it was asked for.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_lit.placement.layout import Layout
+from dflash_lit.placement.world import World
+
+__all__ = ["Call", "Channel", "Goodbye", "Pending", "Rows", "TensorSpec"]
+
+# Waiting for a request has no limit: a drafter may compile, validate or save. The watch ends what hangs.
+_FOREVER = timedelta(days=1000)
+
+_HEADER, _BODY, _ANSWER_SIZE, _ANSWER, _DATA = 1, 2, 3, 4, 5  # tags
+_ROWS, _CALL, _GOODBYE = 1, 2, 3  # kinds of requests
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A request for features of token rows.
+
+    Attributes:
+        source: local rank of the drafter.
+        rows: int32 [3, R, S]: ids, documents, positions.
+    """
+
+    source: int
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to call ``function(target, *arguments)`` and send back what it returns."""
+
+    source: int
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """A drafter needs nothing more."""
+
+    source: int
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Of one tensor that a target sends for a request."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Pending:
+    """Tensors on their way to this drafter."""
+
+    def __init__(self, works: list[dist.Work], buffers: list[Tensor], device: torch.device) -> None:
+        self._works, self._buffers, self._device = works, buffers, device
+
+    def arrived(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def take(self) -> list[Tensor]:
+        """The tensors on the drafter's device. Over gloo the host waits for them; over NCCL only the device's stream does."""
+        for work in self._works:
+            work.wait()
+        return [buffer.to(self._device, non_blocking=True) for buffer in self._buffers]
+
+
+class Channel:
+    """This rank's end of it.
+
+    Made by all ranks of a host at the same time; connects every pair of drafter and target, in one order.
+
+    Args:
+        world: of this rank.
+        device: of this rank.
+        transport: of the data group.
+    """
+
+    def __init__(self, world: World, device: torch.device, transport: Literal["nccl", "gloo"]) -> None:
+        self.layout: Layout = world.layout
+        self.rank = world.layout.local_rank(world.rank)
+        self.device, self.transport = device, transport
+        size, name = self.layout.ranks_per_host, f"host/{world.host}"
+        self._control = world.group(f"{name}/control", self.rank, size, _FOREVER)
+        if transport == "nccl":
+            # Absent from builds without CUDA, so not imported above.
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _FOREVER
+            store = dist.PrefixStore(f"{name}/data", world.store)
+            self._data: Any = dist.ProcessGroupNCCL(store, self.rank, size, options)
+        else:
+            self._data = world.group(f"{name}/data", self.rank, size, _FOREVER)
+        self._aside = torch.cuda.Stream(device) if transport == "nccl" else None
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._connect(world)
+
+    def _connect(self, world: World) -> None:
+        """Send a token over each pair: connecting blocks both sides, so all keep to one order."""
+        device = self.device if self.transport == "nccl" else torch.device("cpu")
+        for drafter, target in self.layout.pairs_of_host(world.host):
+            token = torch.zeros(1, device=device)
+            if world.rank == target:
+                self._data.send([token], self.layout.local_rank(drafter), _DATA).wait()
+            elif world.rank == drafter:
+                self._data.recv([token], self.layout.local_rank(target), _DATA).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    # -- drafters
+
+    def _send(self, target: int, kind: int, body: Tensor | None, *shape: int) -> None:
+        """Put a request in line; neither side waits."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        header = torch.tensor([kind, body.numel() if body is not None else 0, *shape, *[0] * (2 - len(shape))])
+        messages = [(header, _HEADER), *([(body, _BODY)] if body is not None else [])]
+        self._sent.extend((self._control.send([message], target, tag), message) for message, tag in messages)
+
+    def ask(self, target: int, rows: Tensor, wanted: Sequence[TensorSpec]) -> Pending:
+        """Ask a target for features of token rows.
+
+        Args:
+            target: its local rank.
+            rows: int32 [3, R, S] on the CPU.
+            wanted: the tensors it will send.
+        """
+        self._send(target, _ROWS, rows.contiguous(), *rows.shape[1:])
+        nccl = self.transport == "nccl"
+        buffers = [
+            torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            if nccl
+            else torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self.device.type == "cuda")
+            for spec in wanted
+        ]
+        works = [self._data.recv([_bytes(buffer)], target, _DATA) for buffer in buffers]
+        return Pending(works, buffers, self.device)
+
+    def call(self, target: int, function: Any, *arguments: Any) -> None:
+        """Let a target call ``function(its target, *arguments)``; :meth:`answer` gives what it returns, call by call.
+
+        Args:
+            function: of a module, so that it can be sent by its name.
+        """
+        body = torch.frombuffer(bytearray(pickle.dumps((function, arguments))), dtype=torch.uint8)
+        self._send(target, _CALL, body)
+
+    def answer(self, target: int) -> Any:
+        """What the oldest unanswered call to that target returned; the exception that it raised is raised here."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._control.recv([size], target, _ANSWER_SIZE).wait()
+        body = torch.empty(int(size), dtype=torch.uint8)
+        self._control.recv([body], target, _ANSWER).wait()
+        # From a process of this very run, which was told what to run by this one.
+        good, value = pickle.loads(body.numpy().tobytes())
+        if not good:
+            raise value
+        return value
+
+    def goodbye(self) -> None:
+        """Tell all targets of this host that this drafter needs nothing more."""
+        for target in self.layout.targets_of_host(0):  # local ranks are those of host 0
+            self._send(target, _GOODBYE, None)
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    # -- targets
+
+    def next_request(self) -> Rows | Call | Goodbye:
+        """Wait for a request, from whichever drafter."""
+        header = torch.zeros(4, dtype=torch.int64)
+        work = self._control.recv_anysource([header], _HEADER)
+        work.wait()
+        # Private, and the only way to learn who sent it; tests/placement/test_channel.py.
+        source = work._source_rank()
+        kind, size, *shape = header.tolist()
+        if kind == _GOODBYE:
+            return Goodbye(source)
+        body = torch.empty((3, *shape), dtype=torch.int32) if kind == _ROWS else torch.empty(size, dtype=torch.uint8)
+        self._control.recv([body], source, _BODY).wait()
+        if kind == _ROWS:
+            return Rows(source, body)
+        function, arguments = pickle.loads(body.numpy().tobytes())
+        return Call(source, function, arguments)
+
+    def send_features(self, drafter: int, tensors: Sequence[Tensor], most: int) -> None:
+        """Send what a request asked for. At most ``most`` tensors are on their way at a time; else this waits for the oldest."""
+        for tensor in tensors:
+            ready = tensor.contiguous() if self.transport == "nccl" else tensor.cpu().contiguous()
+            self._sent.append((self._data.send([_bytes(ready)], drafter, _DATA), ready))
+        while len(self._sent) > most:
+            self._finish(self._sent.popleft()[0])
+
+    def _finish(self, work: dist.Work) -> None:
+        if self._aside is None:
+            work.wait()
+            return
+        # For NCCL that is a wait of the stream; the host has to wait, too, or it would fill the memory with batches. On a
+        # stream aside, so that it waits for this alone and not for the pass that was put in line meanwhile.
+        with torch.cuda.stream(self._aside):
+            work.wait()
+        self._aside.synchronize()
+
+    def send_answer(self, drafter: int, good: bool, value: Any) -> None:
+        try:
+            data = pickle.dumps((good, value))
+        except Exception:  # some exceptions cannot be
+            data = pickle.dumps((False, RuntimeError(f"{type(value).__name__}: {value}")))
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for message, tag in ((torch.tensor([body.numel()]), _ANSWER_SIZE), (body, _ANSWER)):
+            self._sent.append((self._control.send([message], drafter, tag), message))
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        while self._sent:
+            self._finish(self._sent.popleft()[0])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: gloo does not carry every dtype."""
+    return tensor.view(torch.uint8)

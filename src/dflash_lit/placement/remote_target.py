@@ -1,0 +1,167 @@
+"""The target as a drafter rank sees it: embedding and head of its own, everything else asked of target ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dflash_lit.placement.channel import Channel, Pending, TensorSpec
+from dflash_lit.placement.flow import DeviceTimer
+from dflash_lit.placement.target_worker import each_of, forget, open_reader, read
+from dflash_lit.placement.world import World
+from dflash_lit.target.ends import read_ends
+from dflash_lit.target.frozen import TargetEnds, TargetInfo
+
+__all__ = ["RemoteReader", "RemoteTarget"]
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+class RemoteTarget:
+    """Stands in for a :class:`~dflash_lit.target.frozen.FrozenTarget` where features, responses and drafts are made.
+
+    Args:
+        world: of a drafter rank.
+        channel: to the targets of its host.
+        info: config and tokenizer.
+        layer_ids: the feature layers.
+        device: of the drafter.
+        dtype: of the target.
+        teacher: ask for last hidden states, too.
+
+    Attributes:
+        fingerprint, eos_ids: as the target ranks know them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        channel: Channel,
+        info: TargetInfo,
+        layer_ids: Sequence[int],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        teacher: bool = False,
+    ) -> None:
+        self.info, self.device, self.dtype, self.teacher = info, device, dtype, teacher
+        self.layer_ids = tuple(layer_ids)
+        self._world, self._channel = world, channel
+        self._targets = [world.layout.local_rank(rank) for rank in world.layout.targets_of_host(world.host)]
+        facts = world.told(f"target/{world.layout.targets_of_host(world.host)[0]}")
+        self.fingerprint: str = facts["fingerprint"]
+        self.eos_ids: tuple[int, ...] = tuple(facts["eos_ids"])
+        self._requests = itertools.count()
+        self._waiting = DeviceTimer(device)
+        self._asked: dict[int, Pending] = {}  # not taken yet
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.info.tokenizer
+
+    @cached_property
+    def _ends(self) -> TargetEnds:
+        return read_ends(self.info, device=self.device, dtype=self.dtype)
+
+    def ends(self) -> TargetEnds:
+        """Embedding and head, read once from the target's files."""
+        return self._ends
+
+    # -- features
+
+    def ask(self, batch: dict[str, Tensor]) -> Pending:
+        """Ask the target whose turn it is for the features of a TokenRow batch; waits for nothing."""
+        target = self._world.layout.target_of(self._world.rank, next(self._requests))
+        names = ("input_ids", "document_ids", "position_ids")
+        rows = torch.stack([batch[name].to("cpu", torch.int32) for name in names])
+        width = int(self.info.text.hidden_size)
+        widths = [len(self.layer_ids) * width, *([width] if self.teacher else [])]
+        wanted = [TensorSpec((*rows.shape[1:], size), self.dtype) for size in widths]
+        pending = self._channel.ask(self._world.layout.local_rank(target), rows, wanted)
+        self._asked[id(pending)] = pending
+        return pending
+
+    def take(self, batch: dict[str, Tensor], pending: Pending, arrived: int) -> dict[str, Tensor]:
+        """The batch with what was asked for: ``features`` [R, S, n_ids * H] and, for a teacher, ``last_hidden`` [R, S, H].
+
+        Args:
+            arrived: how many batches had arrived when this one was wanted, for the record.
+        """
+        flow = self._world.flow
+        with self._waiting.measure():
+            tensors = self._taken(pending)
+        flow.waited_s = self._waiting.seconds()
+        flow.tokens += batch["input_ids"].numel()
+        flow.batches += 1
+        flow.queued += arrived
+        return {**batch, **dict(zip(("features", "last_hidden"), tensors, strict=False))}
+
+    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Ask, and wait for it."""
+        return {**batch, **dict(zip(("features", "last_hidden"), self._taken(self.ask(batch)), strict=False))}
+
+    def _taken(self, pending: Pending) -> list[Tensor]:
+        self._asked.pop(id(pending), None)
+        return pending.take()
+
+    # -- calls
+
+    def each(self, function: Callable[[Any, Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+        """``function(target, item)`` for each, in order; as many at a time as there are target ranks on this host.
+
+        Args:
+            function: of a module: it is sent by its name.
+        """
+        turns = itertools.cycle(self._targets)
+        waiting: deque[int] = deque()
+        for item in items:
+            if len(waiting) == len(self._targets):
+                yield self._channel.answer(waiting.popleft())
+            waiting.append(next(turns))
+            self._channel.call(waiting[-1], each_of, function, item)
+        while waiting:
+            yield self._channel.answer(waiting.popleft())
+
+    def reader(self, layer_ids: Sequence[int]) -> RemoteReader:
+        """Reads a text with one of the targets."""
+        drafter = self._world.layout.local_rank(self._world.rank)
+        target = self._targets[drafter % len(self._targets)]
+        return RemoteReader(self._channel, target, drafter, tuple(layer_ids), self.device)
+
+    def goodbye(self) -> None:
+        """Nothing more will be asked. What was asked for and not taken, by an iterator that was dropped, comes in first."""
+        while self._asked:
+            self._taken(next(iter(self._asked.values())))
+        self._channel.goodbye()
+
+
+class RemoteReader:
+    """A :class:`~dflash_lit.target.reader.TargetReader` whose cache lives on a target rank."""
+
+    def __init__(self, channel: Channel, target: int, drafter: int, layer_ids: tuple[int, ...], device: torch.device) -> None:
+        self._channel, self._target, self._drafter, self._device = channel, target, drafter, device
+        self.length = 0
+        self._call(open_reader, layer_ids)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._channel.call(self._target, function, self._drafter, *arguments)
+        return self._channel.answer(self._target)
+
+    def read(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`TargetReader.read`; the tensors are on the drafter's device."""
+        logits, features = self._call(read, ids.cpu(), last_only)
+        self.length += ids.shape[1]
+        return logits.to(self._device), None if features is None else features.to(self._device)
+
+    def forget(self, count: int) -> None:
+        """Drop the last ``count`` tokens."""
+        if count:
+            self._call(forget, count)
+            self.length -= count

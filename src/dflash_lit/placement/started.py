@@ -1,0 +1,156 @@
+"""How this process was started, and where it stands: by hand, by this package, by torchrun or by SLURM."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+from dflash_lit.errors import UserError
+from dflash_lit.placement.layout import Layout, Role
+
+__all__ = ["DrafterEnvironment", "Started", "child_environment", "how_started"]
+
+_LOCAL_RANK, _HOST = "DFLASH_LIT_LOCAL_RANK", "DFLASH_LIT_HOST"
+
+
+@dataclass(frozen=True)
+class Started:
+    """Where a process stands before it knows the layout.
+
+    Attributes:
+        by: who started it. "hand" is a plain ``python train.py``, one process a host, which starts the others of its host.
+        host: number of its host, from 0.
+        local_rank: on its host.
+        address, port: of the store that physical rank 0 keeps (torchrun: its agent); port 0 if any free one will do.
+        processes: of the whole run, as far as whoever started it knows.
+    """
+
+    by: Literal["hand", "us", "torchrun", "slurm"]
+    host: int = 0
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    processes: int | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is physical rank 0, which reads the command line; all others are told."""
+        return self.host == 0 and self.local_rank == 0
+
+    @property
+    def starts_others(self) -> bool:
+        """Whether it has to start the other processes of its host."""
+        return self.by == "hand"
+
+    @property
+    def keeps_store(self) -> bool:
+        return self.leads and not agent_store()
+
+
+def agent_store() -> bool:
+    """Whether torchrun keeps a store for its workers."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def how_started(environment: Mapping[str, str] | None = None) -> Started:
+    """Read it from the environment.
+
+    Several hosts by hand: ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as for Lightning.
+
+    Raises:
+        UserError: for a variable that is no number.
+    """
+    env = os.environ if environment is None else environment
+
+    def number(name: str, otherwise: int) -> int:
+        try:
+            return int(env.get(name, otherwise))
+        except ValueError:
+            raise UserError(f"{name}={env[name]!r} in the environment: must be a whole number") from None
+
+    address, port = env.get("MASTER_ADDR", "127.0.0.1"), number("MASTER_PORT", 0)
+    if _LOCAL_RANK in env:
+        return Started("us", number(_HOST, 0), number(_LOCAL_RANK, 0), address, port)
+    if TorchElasticEnvironment.detect():
+        return Started("torchrun", number("GROUP_RANK", 0), number("LOCAL_RANK", 0), address, port, number("WORLD_SIZE", 1))
+    if SLURMEnvironment.detect() and number("SLURM_NTASKS", 1) > 1:
+        slurm = SLURMEnvironment(auto_requeue=False)
+        return Started(
+            "slurm", slurm.node_rank(), slurm.local_rank(), slurm.main_address, slurm.main_port, number("SLURM_NTASKS", 1)
+        )
+    return Started("hand", number("NODE_RANK", 0), 0, address, port)
+
+
+def child_environment(started: Started, local_rank: int, port: int) -> dict[str, str]:
+    """Environment of a process that we start on this host."""
+    # Lightning looks at these before there is a Trainer, to tell whether it may print.
+    ours = {"LOCAL_RANK": str(local_rank), "NODE_RANK": str(started.host)}
+    return {
+        **os.environ,
+        **ours,
+        _LOCAL_RANK: str(local_rank),
+        _HOST: str(started.host),
+        "MASTER_ADDR": started.address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class DrafterEnvironment(ClusterEnvironment):
+    """What Lightning is shown: a world of drafters only, whose processes exist already.
+
+    Args:
+        layout: of the run.
+        rank: physical, of a drafter.
+        address, port: of the store; Lightning puts them into the environment.
+    """
+
+    def __init__(self, layout: Layout, rank: int, address: str, port: int) -> None:
+        assert layout.role(rank) is Role.DRAFTER
+        super().__init__()
+        self.layout, self.rank, self._address, self._port = layout, rank, address, port
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self._address
+
+    @property
+    def main_port(self) -> int:
+        return self._port
+
+    @staticmethod
+    def detect() -> bool:
+        return False  # it is only ever given
+
+    def world_size(self) -> int:
+        return self.layout.drafter_world
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self.layout.drafter_world
+
+    def global_rank(self) -> int:
+        return self.layout.drafter_rank(self.rank)
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self.global_rank()
+
+    def local_rank(self) -> int:
+        return self.layout.local_rank(self.rank)
+
+    def node_rank(self) -> int:
+        return self.layout.host(self.rank)

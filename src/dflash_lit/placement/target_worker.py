@@ -1,0 +1,131 @@
+"""What a target rank does: it loads the target, compiles it, and serves the drafters of its host until they are done."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_lit.compilation.seal import Seal
+from dflash_lit.compilation.warmup import Made, undisturbed, warm_up
+from dflash_lit.placement.channel import Call, Channel, Goodbye
+from dflash_lit.placement.flow import DeviceTimer
+from dflash_lit.placement.world import World
+from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.target.reader import TargetReader
+
+__all__ = ["each_of", "forget", "open_reader", "read", "serve"]
+
+_SENDS = 2
+"""Requests whose tensors may be on their way while the next is computed."""
+
+
+def serve(
+    world: World,
+    channel: Callable[[], Channel],
+    target: FrozenTarget,
+    layer_ids: Sequence[int],
+    *,
+    teacher: bool,
+    rows: int,
+    row_tokens: int,
+) -> None:
+    """Answer requests until every drafter of this host has said goodbye.
+
+    Args:
+        channel: connects to the drafters, which wait for this rank to be ready.
+        layer_ids: the feature layers.
+        teacher: send the last hidden state, too.
+        rows, row_tokens: R and S of every request; what is compiled is compiled for these before the first.
+    """
+
+    def features(ids: Tensor, documents: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        if teacher:
+            return target.features_and_last_hidden(ids, documents, positions, layer_ids)
+        return (target.features(ids, documents, positions, layer_ids),)
+
+    seal = _warm_up(world, target, features, rows, row_tokens)
+    facts = {"fingerprint": target.fingerprint, "eos_ids": target.eos_ids}
+    world.tell(f"target/{world.rank}", facts)
+    link = channel()
+    timer, flow = DeviceTimer(target.device), world.flow
+    left, tensors = world.layout.drafters, 2 if teacher else 1
+    while left:
+        began = time.perf_counter()
+        request = link.next_request()
+        flow.waited_s += time.perf_counter() - began
+        if isinstance(request, Goodbye):
+            left -= 1
+        elif isinstance(request, Call):
+            try:
+                good, value = True, request.function(target, *request.arguments)
+            except Exception as error:  # the caller's to handle, or to end the run with
+                good, value = False, error
+            link.send_answer(request.source, good, value)
+        else:
+            with timer.measure():
+                made = features(*request.rows)
+            link.send_features(request.source, made, most=_SENDS * tensors)
+            flow.tokens += request.rows[0].numel()
+            flow.batches += 1
+            if seal is not None:
+                seal.check()
+        flow.busy_s = timer.seconds()
+    link.finish()
+    if seal is not None:
+        seal.open()
+
+
+def _warm_up(
+    world: World, target: FrozenTarget, features: Callable[..., tuple[Tensor, ...]], rows: int, row_tokens: int
+) -> Seal | None:
+    """Compile one target after the other, so that those after the first find its work in the cache; then no more."""
+    if not target.compiled:
+        return None
+    ids = torch.zeros(rows, row_tokens, dtype=torch.int32)
+    positions = torch.arange(row_tokens, dtype=torch.int32).repeat(rows, 1)
+    before = world.rank - 1
+    if before in world.layout.targets_of_host(world.host):
+        world.told(f"warm/{before}")
+
+    def told(made: Made) -> None:
+        print(f"compile, {world.layout.who(world.rank)}: {made}", file=sys.stderr, flush=True)
+
+    with undisturbed(target.device):
+        warm_up({"features": lambda: features(ids, torch.zeros_like(ids), positions)}, told)
+    world.tell(f"warm/{world.rank}", True)
+    seal = Seal()
+    seal.close()
+    return seal
+
+
+# -- functions that drafters call here
+
+
+_readers: dict[int, TargetReader] = {}
+"""The text that each drafter is decoding here, by the drafter's local rank; one at a time."""
+
+
+def open_reader(target: FrozenTarget, drafter: int, layer_ids: Sequence[int]) -> None:
+    """Begin a text, in place of the last one."""
+    _readers[drafter] = target.reader(tuple(layer_ids))
+
+
+@torch.inference_mode()
+def read(target: FrozenTarget, drafter: int, ids: Tensor, last_only: bool) -> tuple[Tensor, Tensor | None]:
+    """See :meth:`TargetReader.read`; tensors on the CPU."""
+    logits, features = _readers[drafter].read(ids.to(target.device), last_only=last_only)
+    return logits.cpu(), None if features is None else features.cpu()
+
+
+def forget(target: FrozenTarget, drafter: int, count: int) -> None:
+    """See :meth:`TargetReader.forget`."""
+    _readers[drafter].forget(count)
+
+
+def each_of(target: FrozenTarget, function: Callable[[FrozenTarget, object], object], item: object) -> object:
+    """``function`` of one item."""
+    return function(target, item)

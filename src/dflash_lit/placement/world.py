@@ -1,0 +1,305 @@
+"""All processes of a run as one of them sees it: the layout, who it is itself, the store they share, and their watch.
+
+Physical rank 0 reads the command line, checks it, and keeps a store. Every other process is told its config through the store,
+whoever started it: rank 0 itself, one process a host, torchrun or SLURM. So there is one road for all, Hydra runs once, and a
+sweep is nothing special: each of its jobs starts and ends its own processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dflash_lit.errors import Interrupted, RankError, UserError
+from dflash_lit.placement.children import Children, die_with_parent
+from dflash_lit.placement.flow import Flow
+from dflash_lit.placement.layout import Layout, Role
+from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment, free_port
+from dflash_lit.placement.watch import Watch, beats_of, client
+
+__all__ = ["World", "follow", "lead"]
+
+_START_S = 300.0
+"""For a process to start, import and reach the store; hosts of a cluster begin at different times."""
+
+
+class World:
+    """One process's place in a run of several; made by :func:`lead` or :func:`follow`.
+
+    A context manager: on leaving it by an exception all ranks end, with one message; otherwise this rank says goodbye.
+
+    Attributes:
+        layout: who is what.
+        rank: physical.
+        store: shared by all ranks.
+        watch: of this rank.
+        flow: what this rank has moved so far; whoever moves something counts it here.
+        children: the other processes of this host, if this one started them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        started: Started,
+        store: dist.Store,
+        *,
+        run: str,
+        address: str,
+        port: int,
+        timeout_s: float,
+        children: Children | None = None,
+        parent: int | None = None,
+    ) -> None:
+        self.layout, self.started, self.timeout_s = layout, started, timeout_s
+        self.rank = layout.physical_rank(started.host, started.local_rank)
+        self.address, self.port = address, port
+        self.store = dist.PrefixStore(run, store)
+        self.children = children
+        self.flow = Flow()
+        self.ended = False
+        self._run = run
+        self._cleanups: list[Callable[[], object]] = []
+        if self.rank == 0:
+            beats_of(layout, dist.PrefixStore("watch", self.store))
+        self.watch = Watch(
+            dist.PrefixStore("watch", dist.PrefixStore(run, client(address, port, max(timeout_s, 5.0)))),
+            layout,
+            self.rank,
+            stale_s=timeout_s,
+            start_s=_START_S,
+            flow=lambda: self.flow,
+            children=children.failed if children else lambda: None,
+            parent=parent,
+            end=self._end_at_once,
+        )
+
+    @property
+    def role(self) -> Role:
+        return self.layout.role(self.rank)
+
+    @property
+    def drafter_rank(self) -> int:
+        return self.layout.drafter_rank(self.rank)
+
+    @property
+    def host(self) -> int:
+        return self.layout.host(self.rank)
+
+    @property
+    def environment(self) -> DrafterEnvironment:
+        """For Lightning."""
+        return DrafterEnvironment(self.layout, self.rank, self.address, self.port)
+
+    def flows(self) -> dict[int, Flow]:
+        """Newest known counters of each rank."""
+        return {**self.watch.flows, self.rank: self.flow}
+
+    # -- telling each other
+
+    def tell(self, name: str, value: Any) -> None:
+        """Put a value (JSON) where every rank finds it."""
+        self.store.set(name, json.dumps(value))
+
+    def told(self, name: str) -> Any:
+        """Wait for a value as long as it takes; the watch ends a wait for a rank that has failed.
+
+        Raises:
+            RankError: if a rank has failed meanwhile.
+        """
+        pause = 0.01
+        while not self.store.check([name]):
+            self.watch.check()
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.25)
+        return json.loads(self.store.get(name))
+
+    def group(self, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+        """A ``ProcessGroupGloo`` of its own, unknown to torch.distributed's default one. Its stubs lack most methods."""
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, timeout)
+
+    def start_drafter_group(self, device: torch.device) -> None:
+        """Make the default process group: the drafters alone, so that all of Lightning's collectives are right."""
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("drafters", self.store),
+            rank=self.drafter_rank,
+            world_size=self.layout.drafter_world,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def at_end(self, cleanup: Callable[[], object]) -> None:
+        """Call this when the run ends, however it does, also if the process is ended by its watch."""
+        self._cleanups.append(cleanup)
+
+    # -- beginning and end
+
+    def __enter__(self) -> World:
+        self.watch.start()
+        if self.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            # Between the phases of a run there is nothing to save, but there are others to be ended.
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGTERM, _leave)
+                self.at_end(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        failure = None
+        try:
+            if error is None or isinstance(error, Interrupted):
+                self.goodbye()
+            else:
+                failure = self.watch.explain(error)
+        finally:
+            self._end()
+        if error is None or failure is None or failure.startswith(f"{self.layout.who(self.rank)} "):
+            return  # its own failure, which is on its way up already
+        raise RankError(failure) from error
+
+    def goodbye(self) -> None:
+        """This rank is done. The one that keeps the store leaves last."""
+        if self.ended:
+            return
+        if self.rank == 0:
+            for rank in range(1, self.layout.world):
+                self.told(f"done/{rank}")
+            self.watch.leave()
+        else:
+            self.tell(f"done/{self.rank}", True)
+            self.watch.leave()
+        if self.children is not None and not self.children.wait(self.timeout_s):
+            print("some processes of this run did not end by themselves and are killed", file=sys.stderr)
+        self._end()
+
+    def _end_at_once(self) -> None:
+        """The watch's last act: nothing is left behind, whatever the main thread is doing."""
+        if self.children is not None:
+            self.children.kill()
+        if self.rank == 0:
+            self._clean()
+
+    def _end(self) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        if self.watch.failure is not None and self.children is not None:
+            self.children.wait(2.0)  # they have been told, and leave by themselves
+        self.watch.leave()
+        if self.children is not None:
+            self.children.kill()
+        if dist.is_initialized():
+            # The next job of a sweep would find this job's group.
+            if self.watch.failure is not None and torch.cuda.is_available() and dist.group.WORLD is not None:
+                dist.group.WORLD.abort()  # else it would wait for those who are gone
+            dist.destroy_process_group()
+        self._clean()
+
+    def _clean(self) -> None:
+        while self._cleanups:
+            with contextlib.suppress(Exception):
+                self._cleanups.pop()()
+
+
+def _leave(signum: int, _: object) -> None:
+    raise SystemExit(128 + signum)
+
+
+def lead(layout: Layout, started: Started, config: str, *, command: list[str], timeout_s: float) -> World:
+    """Begin a run as physical rank 0.
+
+    Args:
+        config: what the other ranks are told.
+        command: starts another process of the run.
+        timeout_s: a rank not heard of for so long ends the run.
+
+    Raises:
+        UserError: if whoever started this process has started another number of them than the layout has.
+    """
+    _check(layout, started)
+    many_hosts = layout.hosts > 1
+    port = started.port or (29500 if many_hosts else free_port())
+    if agent_store():
+        store: dist.Store = client(started.address, port, _START_S)
+    else:
+        store = dist.TCPStore(
+            started.address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_S)
+        )
+        port = store.port
+    run = f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    children = None
+    if started.starts_others:
+        children = Children(0)
+    world = World(layout, started, store, run=run, address=started.address, port=port, timeout_s=timeout_s, children=children)
+    world.tell("config", {"text": config, "layout": [layout.targets, layout.drafters, layout.hosts], "timeout_s": timeout_s})
+    if children is not None:
+        children.start(command, {local: child_environment(started, local, port) for local in range(1, layout.ranks_per_host)})
+    return world
+
+
+def follow(started: Started, command: list[str]) -> tuple[World, str]:
+    """Join a run as any other rank; waits until rank 0 is there.
+
+    Returns:
+        its world and the config that rank 0 tells.
+
+    Raises:
+        UserError: if rank 0 cannot be reached.
+    """
+    parent = os.getppid() if started.by == "us" else None
+    if parent is not None:
+        die_with_parent(parent)
+    # Whoever stops the run does it through rank 0; a drafter's handler, where it has one, says so, too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    port = started.port or 29500
+    run = f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    try:
+        store = client(started.address, port, _START_S)
+        facts = json.loads(dist.PrefixStore(run, store).get("config"))
+    except dist.DistError as error:
+        raise UserError(
+            f"MASTER_ADDR={started.address} MASTER_PORT={port}: rank 0 of the run could not be reached from host {started.host} "
+            f"within {_START_S:.0f} s; start it on host 0, and let the port through"
+        ) from error
+    layout = Layout(*facts["layout"])
+    if not started.host < layout.hosts:
+        raise UserError(f"NODE_RANK={started.host}: the run has placement.hosts={layout.hosts}; number them from 0")
+    children = Children(layout.physical_rank(started.host, 0)) if started.starts_others else None
+    world = World(
+        layout,
+        started,
+        store,
+        run=run,
+        address=started.address,
+        port=port,
+        timeout_s=facts["timeout_s"],
+        children=children,
+        parent=parent,
+    )
+    if children is not None:
+        children.start(command, {local: child_environment(started, local, port) for local in range(1, layout.ranks_per_host)})
+    return world, facts["text"]
+
+
+def _check(layout: Layout, started: Started) -> None:
+    if started.processes is not None and started.processes != layout.world:
+        raise UserError(
+            f"{started.by} has started {started.processes} processes, but placement.drafters={layout.drafters} + "
+            f"placement.targets={layout.targets} on placement.hosts={layout.hosts} are {layout.world}: start "
+            f"{layout.ranks_per_host} a host"
+        )
+    if started.by == "hand" and layout.hosts > 1 and not (started.port and "MASTER_ADDR" in os.environ):
+        raise UserError(
+            f"placement.hosts={layout.hosts}: set MASTER_ADDR and MASTER_PORT on every host to an address and free port of host 0, "
+            "and NODE_RANK to 0, 1, ..., or start the run by torchrun or SLURM"
+        )
