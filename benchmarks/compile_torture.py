@@ -3,7 +3,7 @@
     python benchmarks/compile_torture.py --starts 50 --at-once 4 --shape tiny --delete during
 
 Each start is a process of its own that fits a drafter on random features through the Trainer, with the warm-up callback: it
-compiles cold, trains and validates with the seal closed, and saves a checkpoint. Those of a wave compile at the same time, into
+compiles cold, trains and validates with the seal closed, and saves a checkpoint. So many at once compile at the same time, into
 one cache. On a CPU (``--shape tiny``) the drafter's graphs have a dense mask.
 
 With ``--starts 2 --at-once 1 --delete never`` the first start is cold and the second warm. ``--starts 1 --steps 500`` is a long
@@ -13,8 +13,8 @@ run in which nothing may compile.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -30,101 +30,35 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 
-def worker(args: argparse.Namespace) -> None:
-    sys.path.insert(0, str(HERE.parent))
-    began = time.monotonic()
-    import lightning as L
-    import numpy as np
-    import torch
-    from common import SHAPES, qwen3_8b, random_ends
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import SingleDeviceStrategy
-    from torch import Tensor
+class Start:
+    """A start that is under way."""
 
-    from callbacks.compile_warmup import CompileWarmup
-    from dflash_lit.compilation.cache import use_cache
-    from dflash_lit.data.datamodule import RowDataModule
-    from dflash_lit.data.packing import PackedRows
-    from dflash_lit.module import DrafterModule
-    from dflash_lit.placement.feature_loader import FeatureLoader
+    def __init__(self, args: argparse.Namespace, number: int, folder: Path, fork: Any) -> None:
+        self.path = folder / f"start{number}"
+        arguments = (str(self.path), args.shape, args.steps, args.layers)
+        if fork is not None:
+            self.process = fork.Process(target=torture_start_told, args=arguments)
+            self.process.start()
+        else:
+            command = [sys.executable, str(HERE / "torture_start.py"), *(str(a or 0) for a in arguments)]
+            self.process = subprocess.Popen(command)
 
-    use_cache()
-    imported = time.monotonic() - began
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    shape = SHAPES[args.shape]
-    config = qwen3_8b(shape.block, tiny=args.shape == "tiny")
-    if args.layers:
-        config = dataclasses.replace(config, num_hidden_layers=args.layers)
-    torch.manual_seed(0)  # all starts train the same: their losses are compared
+    def code(self) -> int | None:
+        """None while it runs."""
+        return self.process.exitcode if hasattr(self.process, "exitcode") else self.process.poll()
 
-    class RandomFeatures(SingleDeviceStrategy):
-        """Features of a fixed random table: what a target would send, without one."""
+    def facts(self) -> dict[str, Any] | None:
+        return json.loads(self.path.read_text()) if self.code() == 0 and self.path.exists() else None
 
-        table = torch.randn(1, shape.tokens, config.feature_size, dtype=torch.bfloat16)
-
-        def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-            if self.table.device != device:
-                self.table = self.table.to(device)
-            return {**batch, "features": self.table.expand(batch["input_ids"].shape[0], -1, -1).contiguous()}
-
-        def process_dataloader(self, dataloader: object) -> FeatureLoader:
-            return FeatureLoader(dataloader, self)
-
-    def rows(count: int) -> PackedRows:
-        ids = np.random.default_rng(0).integers(4, config.vocab_size - 400, (count, shape.tokens), dtype=np.int32)
-        place = np.broadcast_to(np.arange(shape.tokens, dtype=np.int32), ids.shape).copy()
-        return PackedRows(ids, np.zeros_like(ids), place, np.ones(ids.shape, dtype=np.bool_))
-
-    with device:
-        module = DrafterModule(
-            config.to_dict(), random_ends(config, device), {"weights": "dpace"}, anchors=shape.anchors, compile_on_cpu=True
-        )
-    warmup = CompileWarmup()
-    with tempfile.TemporaryDirectory() as folder:
-        save = ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=max(args.steps // 2, 1), save_weights_only=True)
-        trainer = L.Trainer(
-            accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=1,
-            strategy=RandomFeatures(device=device),
-            precision="bf16-mixed",
-            max_steps=args.steps,
-            max_epochs=-1,
-            gradient_clip_val=1.0,
-            val_check_interval=max(args.steps // 2, 1),
-            check_val_every_n_epoch=None,
-            limit_val_batches=2,
-            num_sanity_val_steps=1,
-            inference_mode=False,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[warmup, save],
-            default_root_dir=folder,
-        )
-        # Five validation rows: the last batch of validation is a partial one.
-        trainer.fit(module, datamodule=RowDataModule(rows(8 * shape.rows), rows(shape.rows + 1), shape.rows, 0))
-    facts = {
-        "warmup_s": round(sum(made.seconds for made in warmup.made), 2),
-        "imports_s": round(imported, 2),
-        "graphs": sum(made.graphs for made in warmup.made),
-        "hits": sum(made.hits for made in warmup.made),
-        "misses": sum(made.misses for made in warmup.made),
-        "recompiles": int(trainer.callback_metrics["compile/recompiles"]),
-        "loss": float(trainer.callback_metrics["train/loss"]),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
-    }
-    print("FACTS " + json.dumps(facts))
+    def log(self) -> str:
+        path = Path(f"{self.path}.log")
+        return path.read_text(errors="replace")[-2000:] if path.exists() else ""
 
 
-def start(args: argparse.Namespace, cache: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--worker", "--shape", args.shape, "--steps", str(args.steps)]
-    command += ["--layers", str(args.layers)] if args.layers else []
-    environment = {**os.environ, "DFLASH_LIT_COMPILE_CACHE": str(cache)}
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        environment.pop(name, None)
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def torture_start_told(*arguments: Any) -> None:
+    import torture_start
+
+    torture_start.told(*arguments)
 
 
 def main() -> int:
@@ -136,13 +70,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="of the drafter: all have one graph, fewer need less memory (default: 5)")
     parser.add_argument("--delete", choices=("never", "between", "during"), default="during")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of deletion")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--fork", action="store_true", help="fork starts from a process with all imports made, which are not what is tested"
+    )
     args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return 0
-
-    cache = Path(tempfile.mkdtemp(prefix="torture_"))
+    folder = Path(tempfile.mkdtemp(prefix="torture_"))
+    cache = folder / "cache"
     moments = random.Random(args.seed)
     done = threading.Event()
     deletions = 0
@@ -158,20 +91,34 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     failures: list[str] = []
     began = time.monotonic()
-    for first in range(0, args.starts, args.at_once):
-        if args.delete != "never":
-            shutil.rmtree(cache, ignore_errors=True)
-        for process in [start(args, cache) for _ in range(min(args.at_once, args.starts - first))]:
-            output, _ = process.communicate()
-            found = [line.removeprefix("FACTS ") for line in output.splitlines() if line.startswith("FACTS ")]
-            if process.returncode == 0 and found:
-                results.append(json.loads(found[0]))
-            else:
-                failures.append(output[-2000:])
-                print(f"a start failed with code {process.returncode}:\n{output[-2000:]}", file=sys.stderr, flush=True)
-        print(f"{len(results)} of {args.starts} survived, {len(failures)} failed", file=sys.stderr, flush=True)
+    os.environ["DFLASH_LIT_COMPILE_CACHE"] = str(cache)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.pop(name, None)
+    sys.path.insert(0, str(HERE.parent))  # where callbacks/ is
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    fork = None
+    if args.fork:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the process forked from must not wake the GPU's driver
+        fork = multiprocessing.get_context("forkserver")
+        fork.set_forkserver_preload(["torture_start"])
+    running: list[Start] = []
+    for number in range(args.starts + 1):
+        while len(running) >= args.at_once or (number == args.starts and running):
+            time.sleep(0.05)
+            for ended in [start for start in running if start.code() is not None]:
+                running.remove(ended)
+                if (facts := ended.facts()) is not None:
+                    results.append(facts)
+                else:
+                    failures.append(ended.log())
+                    print(f"a start failed with code {ended.code()}:\n{failures[-1]}", file=sys.stderr, flush=True)
+                print(f"{len(results)} of {args.starts} survived, {len(failures)} failed", file=sys.stderr, flush=True)
+        if number < args.starts:
+            if args.delete != "never":
+                shutil.rmtree(cache, ignore_errors=True)
+            running.append(Start(args, number, folder, fork))
     done.set()
-    shutil.rmtree(cache, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     seconds = [result["warmup_s"] for result in results]
     losses = [result["loss"] for result in results]
     line = {

@@ -1,0 +1,35 @@
+"""Target and drafter on two GPUs: features over NCCL, everything compiled, and the losses of a colocated run."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_train import run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices of compute capability 8.0 or more"),
+]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    return [float(row[name]) for row in csv.DictReader((folder / "csv" / "metrics.csv").open()) if row.get(name)]
+
+
+def test_a_split_run_over_nccl_is_the_colocated_one(tmp_path: Path) -> None:
+    quick = ("debug=fast", "logger=csv", "callbacks.acceptance.prompts=1", "evaluation.prompts=1", "evaluation.temperatures=[]")
+    folders = {}
+    for kind in ("split", "colocated"):
+        folders[kind] = tmp_path / kind
+        done = run("train.py", *quick, f"placement={kind}", f"hydra.run.dir={folders[kind]}", folder=tmp_path)
+        print(done.stderr[-6000:])
+        assert done.returncode == 0, kind
+    split, colocated = folders["split"], folders["colocated"]
+    # The tiles of reductions are chosen by timing them, so not to the last bit.
+    assert column(split, "train/loss") == pytest.approx(column(colocated, "train/loss"), rel=2e-3)
+    assert not any(column(split, "compile/recompiles"))
+    assert column(split, "acceptance/tau_greedy") == pytest.approx(column(colocated, "acceptance/tau_greedy"), abs=0.2)
