@@ -130,6 +130,12 @@ def test_a_checkpoint_of_other_settings_is_refused(whole: Path, shelf: Path) -> 
     )
 
 
+def test_a_finished_run_is_not_resumed_in_silence(whole: Path, shelf: Path) -> None:
+    done = run("train.py", *QUICK, f"ckpt_path='{whole}/checkpoints/last.ckpt'", folder=shelf)
+    assert done.returncode == 2
+    assert "is of step 4, and trainer.max_steps=4: nothing is left to train" in done.stderr.strip().splitlines()[-1]
+
+
 def test_warm_start_from_an_export(whole: Path, shelf: Path) -> None:
     started = train(f"drafter.init_from={whole / 'drafter'}", "optimizer.lr=1e-9", folder=shelf)
     # Nothing was learnt on top, so the export comes back (twice through bf16).

@@ -279,6 +279,11 @@ def make_plan(cfg: TrainConfig) -> Plan:
                 raise UserError(f"drafter.init_from: that drafter has {name}={theirs}, this run {ours}; set them equal")
     if cfg.ckpt_path is not None:
         drafter_from_checkpoint(cfg.ckpt_path)  # refuses what is no checkpoint before any work is done
+        done = int(torch.load(cfg.ckpt_path, map_location="cpu", weights_only=True, mmap=True).get("global_step", 0))
+        if done >= cfg.trainer.max_steps:
+            raise UserError(
+                f"ckpt_path={cfg.ckpt_path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train"
+            )
     if device.type == "cpu":  # on a GPU the drafter's attention is never dense
         queries = cfg.drafter.anchors * cfg.drafter.block_size
         refuse_large(
