@@ -9,13 +9,11 @@ import hydra
 import lightning as L
 from omegaconf import DictConfig
 
-from dflash_lit.commands import run_command
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.job import Job
-from dflash_lit.placement.started import how_started
 from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
-from dflash_lit.ranks import begin, join
+from dflash_lit.ranks import begin, launch
 
 register()
 
@@ -48,5 +46,5 @@ def main(composed: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    # Rank 0 reads the command line; every other process of a run is told what it is.
-    raise SystemExit(run_command(main if how_started().leads else lambda: join(train, __file__)))
+    # Of several processes rank 0 calls main; every other one is told what it is.
+    raise SystemExit(launch(main, train, __file__))

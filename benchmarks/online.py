@@ -23,8 +23,8 @@ from dflash_lit.placement.flops import layer_weights, target_flop
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
 
-def random_target(config: DrafterConfig, device: torch.device) -> FrozenTarget:
-    """A Qwen3 of the drafter's target's shape with random weights, bf16."""
+def random_info(config: DrafterConfig) -> TargetInfo:
+    """A Qwen3 of the drafter's target's shape, without tokenizer and files."""
     described = Qwen3Config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -39,14 +39,20 @@ def random_target(config: DrafterConfig, device: torch.device) -> FrozenTarget:
         dtype="bfloat16",
     )
     described._attn_implementation = "sdpa"  # as a loaded model has it; packed rows go through the target's own attention
+    return TargetInfo("random", described, None)  # type: ignore[arg-type]
+
+
+def random_target(config: DrafterConfig, device: torch.device) -> FrozenTarget:
+    """That model with random weights, bf16."""
+    info = random_info(config)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            model = Qwen3ForCausalLM(described)
+            model = Qwen3ForCausalLM(info.config)
     finally:
         torch.set_default_dtype(before)
-    return FrozenTarget(TargetInfo("random", described, None), model)  # type: ignore[arg-type]
+    return FrozenTarget(info, model)
 
 
 def used_flop(config: DrafterConfig, batch: dict[str, torch.Tensor]) -> float:

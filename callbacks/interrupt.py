@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,6 +13,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from dflash_lit.errors import Interrupted
+from dflash_lit.placement.remote_target import RemoteTarget
 
 __all__ = ["Interrupt"]
 
@@ -30,23 +31,40 @@ class Interrupt(Callback):
         self.checkpoint = Path(checkpoint)
         self._signal = 0
         self._step = -1
+        self._leads = True
         self._before: dict[int, Any] = {}
         self._agreement: Any = None
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._signal, self._leads = 0, trainer.is_global_zero
+        # Those from before Lightning puts its own in their place, which starts a collective of its own inside the handler.
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {signum: handler for signum, handler in handlers.items() if handler is not None}  # None: not Python's
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._listen()
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._signal, self._step = 0, trainer.global_step
+        self._step = trainer.global_step
         if trainer.world_size > 1:
             self._agreement = trainer.strategy.agreement()  # type: ignore[attr-defined]
+        self._listen()
+
+    def _listen(self) -> None:
         with contextlib.suppress(ValueError):  # not in the main thread, where signals do not come
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self._before[signum] = signal.signal(signum, self._told)
+            for signum in self._before:
+                signal.signal(signum, self._told)
 
     def _told(self, signum: int, frame: FrameType | None) -> None:
+        if not self._leads:  # a terminal's Ctrl-C goes to all, and one of them speaks, and stops at once if it is told again
+            self._signal = signum
+            return
         if self._signal:
             self._restore()
             raise KeyboardInterrupt
         self._signal = signum
-        print("stopping after this step; once more to stop at once, without saving", file=sys.stderr, flush=True)
+        # Not by print: the signal may have come in the middle of one.
+        os.write(2, b"stopping after this step; once more to stop at once, without saving\n")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -56,17 +74,27 @@ class Interrupt(Callback):
         self._step = trainer.global_step
         told = self._signal if self._agreement is None else self._agreement.ask(self._signal)
         if told:
-            trainer.save_checkpoint(self.checkpoint)
-            raise Interrupted(told, str(self.checkpoint))
-
-    def _restore(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
+            self._stop(trainer, told)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        told = self._signal if self._agreement is None else max(self._agreement.ask(self._signal), self._agreement.settle())
+        self._restore()
+        if told:  # in the last step, or in the validation after it
+            self._stop(trainer, told)
+
+    def _stop(self, trainer: L.Trainer, told: int) -> None:
+        trainer.save_checkpoint(self.checkpoint, weights_only=False)
         if self._agreement is not None:
             self._agreement.settle()
-        self._restore()
+        source = getattr(trainer.strategy, "source", None)
+        if isinstance(source, RemoteTarget):  # its ranks wait for requests; this is how they learn that there will be no more
+            source.goodbye()
+        raise Interrupted(told, str(self.checkpoint))
+
+    def _restore(self) -> None:
+        with contextlib.suppress(ValueError):
+            while self._before:
+                signal.signal(*self._before.popitem())
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._restore()

@@ -73,6 +73,7 @@ def test_every_size_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, f"{base} --row-tokens 512")["flop_per_token"]["target"] > plain["flop_per_token"]["target"]
     deeper = answer(capsys, f"{base} --prefetch 5")["memory"]["drafter"]["feature queue"]
     assert deeper == 2 * plain["memory"]["drafter"]["feature queue"]  # 6 batches and 3
+    assert answer(capsys, f"{base} --prefetch 5")["in_flight"]["most"] == 2 * plain["in_flight"]["most"]
     for role in ("target", "drafter"):
         slow = answer(capsys, f"{base} --tflops-{role} 1")
         assert slow["tokens_per_s_of_a_rank"][role] == pytest.approx(1e12 / plain["flop_per_token"][role])

@@ -47,7 +47,8 @@ def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
         yield
     except (UserError, RankError) as error:
         if not quiet:
-            print(f"error: {one_line(error)}", file=sys.stderr)
+            # What another rank's failure did to this one is not the cause.
+            print(f"error: {one_line(error) if isinstance(error, UserError) else error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from error
 
 
@@ -68,7 +69,8 @@ def run_command(command: Callable[[], Any]) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except Interrupted as error:
-        print(f"interrupted; ckpt_path={error.checkpoint} goes on from here", file=sys.stderr)
+        saved = f"ckpt_path={error.checkpoint} goes on from here" if error.checkpoint else "before there was anything to save"
+        print(f"interrupted; {saved}", file=sys.stderr)
         return 128 + error.signal
     except (KeyboardInterrupt, SystemExit) as error:
         # Lightning makes a SystemExit of Ctrl-C after it has shut down.

@@ -2,60 +2,105 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from collections.abc import Callable
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dflash_lit.commands import exits_on_user_error
+from dflash_lit.commands import exits_on_user_error, run_command
 from dflash_lit.config import TrainConfig
-from dflash_lit.errors import Interrupted
+from dflash_lit.errors import Interrupted, UserError
 from dflash_lit.job import Job, quiet_libraries
-from dflash_lit.placement.layout import Role
-from dflash_lit.placement.started import how_started
+from dflash_lit.placement.layout import Layout, Role
+from dflash_lit.placement.started import Started, how_started
 from dflash_lit.placement.world import World, follow, lead
 from dflash_lit.plan import Plan, make_plan
 
-__all__ = ["begin", "join"]
+__all__ = ["begin", "join", "launch"]
 
 Train = Callable[[TrainConfig, Plan, "World | None"], "float | None"]
 """What every drafter does; the result counts on rank 0."""
+
+_NO_RUN = "no run; exit code "
+"""Stands where the others expect a config."""
+
+_led: list[Layout] = []
+"""Runs that this process has told others about."""
+
+
+def launch(main: Callable[[], object], train: Train, script: str) -> int:
+    """The whole of a process, to its exit code. Rank 0 reads the command line, every other one is told what it is.
+
+    Args:
+        main: reads the command line and calls :func:`begin`.
+        train, script: see :func:`begin`.
+    """
+    return run_command(lambda: _lead(main) if how_started().leads else join(train, script))
+
+
+def _lead(main: Callable[[], object]) -> None:
+    """Run ``main``. Where it ends before a run begins (wrong input, ``--cfg job``), so do those whom torchrun or SLURM started."""
+    code = 2
+    try:
+        main()
+        code = 0
+    finally:
+        started = how_started()
+        if started.others_wait and not _led:
+            # Where one has ended torchrun ends the others; this one has yet to say why.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # A run of all of them that is over at once. What has ended this process is not to be hidden by an error here.
+            with contextlib.suppress(Exception), _lead_run(started.everyone(), started, f"{_NO_RUN}{code}", "", 25.0):
+                pass
+
+
+def _lead_run(layout: Layout, started: Started, text: str, script: str, timeout_s: float) -> World:
+    _led.append(layout)
+    return lead(layout, started, text, command=[sys.executable, script], timeout_s=timeout_s)
 
 
 def begin(composed: DictConfig, train: Train, script: str) -> float | None:
     """Check the config, start the other processes if there are any, and train.
 
     Args:
-        script: run by the other processes of this host; it must call :func:`join` where this process called this.
+        script: run by the other processes of this host; it must call :func:`launch` as this process did.
     """
     with exits_on_user_error():
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, TrainConfig)
         quiet_libraries()
-        plan = make_plan(cfg)
+        started, plan = how_started(), make_plan(cfg)
+        started.check(plan.layout)
         if plan.layout.world == 1:
             return train(cfg, plan, None)
+        if _is_sweep() and not (started.starts_others and plan.layout.hosts == 1):
+            raise UserError("-m: each job of a sweep starts its own processes, on one host: run it as `python train.py -m ...`")
         text = OmegaConf.to_yaml(composed, resolve=True)
-        command = [sys.executable, script]
-        with lead(plan.layout, how_started(), text, command=command, timeout_s=cfg.placement.timeout_s) as world:
+        with _lead_run(plan.layout, started, text, script, cfg.placement.timeout_s) as world:
             return train(cfg, plan, world)
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def join(train: Train, script: str) -> int:
     """Take part as what the layout says this process is; its exit code."""
-    with exits_on_user_error(quiet=True):
-        world, text = follow(how_started(), [sys.executable, script])
-        try:
-            with world:
-                cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.create(text)))
-                assert isinstance(cfg, TrainConfig)
-                quiet_libraries()
-                plan = make_plan(cfg)
-                if world.role is Role.DRAFTER:
-                    train(cfg, plan, world)
-                else:
-                    with Job(cfg, plan, world) as job:
-                        job.serve()
-        except Interrupted:
-            pass  # rank 0 says so
+    world, text = follow(how_started(), [sys.executable, script])
+    with exits_on_user_error(quiet=True), contextlib.suppress(Interrupted), world:  # rank 0 says what has happened
+        if text.startswith(_NO_RUN):
+            return int(text.removeprefix(_NO_RUN))
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.create(text)))
+        assert isinstance(cfg, TrainConfig)
+        quiet_libraries()
+        plan = make_plan(cfg)
+        if world.role is Role.DRAFTER:
+            train(cfg, plan, world)
+        else:
+            with Job(cfg, plan, world) as job:
+                job.serve()
     return 0

@@ -9,10 +9,13 @@ arrives in the order in which it was asked for.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -29,6 +32,9 @@ _FOREVER = timedelta(days=1000)
 
 _HEADER, _BODY, _ANSWER_SIZE, _ANSWER, _DATA = 1, 2, 3, 4, 5  # tags
 _ROWS, _CALL, _GOODBYE = 1, 2, 3  # kinds of requests
+
+_KEPT = 64
+"""Messages on the control group that a rank has sent and not waited for yet. Older ones were taken long ago."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +75,58 @@ class TensorSpec:
 
 
 class Pending:
-    """Tensors on their way to this drafter."""
+    """Tensors on their way to this drafter.
 
-    def __init__(self, works: list[dist.Work], buffers: list[Tensor], device: torch.device) -> None:
-        self._works, self._buffers, self._device = works, buffers, device
+    Args:
+        arrival: over gloo, done when they are there.
+    """
+
+    def __init__(
+        self, works: list[dist.Work], buffers: list[Tensor], device: torch.device, arrival: Future[None] | None = None
+    ) -> None:
+        self._works, self._buffers, self._device, self._arrival = works, buffers, device, arrival
 
     def arrived(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return self._arrival.done() if self._arrival else all(work.is_completed() for work in self._works)
 
     def take(self) -> list[Tensor]:
         """The tensors on the drafter's device. Over gloo the host waits for them; over NCCL only the device's stream does."""
-        for work in self._works:
-            work.wait()
-        return [buffer.to(self._device, non_blocking=True) for buffer in self._buffers]
+        if self._arrival:
+            self._arrival.result()
+        else:
+            for work in self._works:
+                work.wait()
+        buffers, self._buffers, self._works = self._buffers, [], []  # a loader still holds this when it asks for the next, and no batch with it
+        return [buffer.to(self._device, non_blocking=True) for buffer in buffers]
+
+
+class _Arrivals(threading.Thread):
+    """Waits for what gloo receives: its works never say that they are complete, except to who waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="dflash_lit-arrivals", daemon=True)
+        self._coming: SimpleQueue[tuple[list[dist.Work], Future[None]]] = SimpleQueue()
+        self.start()
+
+    def of(self, works: list[dist.Work]) -> Future[None]:
+        """Done when all of them are; they are waited for in the order in which they were given here."""
+        arrival: Future[None] = Future()
+        self._coming.put((works, arrival))
+        return arrival
+
+    def run(self) -> None:
+        while True:
+            self._wait(*self._coming.get())
+
+    @staticmethod
+    def _wait(works: list[dist.Work], arrival: Future[None]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except Exception as error:  # whoever takes them gets to know
+            arrival.set_exception(error)
+        else:
+            arrival.set_result(None)
 
 
 class Channel:
@@ -104,12 +149,14 @@ class Channel:
         if transport == "nccl":
             # Absent from builds without CUDA, so not imported above.
             options = dist.ProcessGroupNCCL.Options()
+            # Private, and the only way to give one to a group made by hand; tests/gpu/test_split_gpu.py runs over it.
             options._timeout = _FOREVER
             store = dist.PrefixStore(f"{name}/data", world.store)
             self._data: Any = dist.ProcessGroupNCCL(store, self.rank, size, options)
         else:
             self._data = world.group(f"{name}/data", self.rank, size, _FOREVER)
         self._aside = torch.cuda.Stream(device) if transport == "nccl" else None
+        self._arrivals = None if transport == "nccl" else _Arrivals()
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._connect(world)
 
@@ -129,11 +176,15 @@ class Channel:
 
     def _send(self, target: int, kind: int, body: Tensor | None, *shape: int) -> None:
         """Put a request in line; neither side waits."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
         header = torch.tensor([kind, body.numel() if body is not None else 0, *shape, *[0] * (2 - len(shape))])
         messages = [(header, _HEADER), *([(body, _BODY)] if body is not None else [])]
         self._sent.extend((self._control.send([message], target, tag), message) for message, tag in messages)
+        self._trim(_KEPT)
+
+    def _trim(self, most: int) -> None:
+        """Let go of the oldest messages, beyond ``most``; waits for those that have not been taken."""
+        while len(self._sent) > most:
+            self._finish(self._sent.popleft()[0])
 
     def ask(self, target: int, rows: Tensor, wanted: Sequence[TensorSpec]) -> Pending:
         """Ask a target for features of token rows.
@@ -152,7 +203,7 @@ class Channel:
             for spec in wanted
         ]
         works = [self._data.recv([_bytes(buffer)], target, _DATA) for buffer in buffers]
-        return Pending(works, buffers, self.device)
+        return Pending(works, buffers, self.device, self._arrivals.of(works) if self._arrivals else None)
 
     def call(self, target: int, function: Any, *arguments: Any) -> None:
         """Let a target call ``function(its target, *arguments)``; :meth:`answer` gives what it returns, call by call.
@@ -179,8 +230,7 @@ class Channel:
         """Tell all targets of this host that this drafter needs nothing more."""
         for target in self.layout.targets_of_host(0):  # local ranks are those of host 0
             self._send(target, _GOODBYE, None)
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self.finish()
 
     # -- targets
 
@@ -206,8 +256,7 @@ class Channel:
         for tensor in tensors:
             ready = tensor.contiguous() if self.transport == "nccl" else tensor.cpu().contiguous()
             self._sent.append((self._data.send([_bytes(ready)], drafter, _DATA), ready))
-        while len(self._sent) > most:
-            self._finish(self._sent.popleft()[0])
+        self._trim(most)
 
     def _finish(self, work: dist.Work) -> None:
         if self._aside is None:
@@ -222,16 +271,18 @@ class Channel:
     def send_answer(self, drafter: int, good: bool, value: Any) -> None:
         try:
             data = pickle.dumps((good, value))
-        except Exception:  # some exceptions cannot be
+            if not good:
+                pickle.loads(data)
+        except Exception:  # some exceptions cannot be sent, or come out otherwise than they went in
             data = pickle.dumps((False, RuntimeError(f"{type(value).__name__}: {value}")))
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for message, tag in ((torch.tensor([body.numel()]), _ANSWER_SIZE), (body, _ANSWER)):
             self._sent.append((self._control.send([message], drafter, tag), message))
+        self._trim(_KEPT)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        while self._sent:
-            self._finish(self._sent.popleft()[0])
+        self._trim(0)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

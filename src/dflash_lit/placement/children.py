@@ -10,9 +10,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Children", "die_with_parent"]
+__all__ = ["Children", "die_with_parent", "ignore_stops", "outlive_parent"]
 
+_PARENT = "DFLASH_LIT_PARENT"
 _PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+_COLLECT_S = 5.0
+"""For the kernel to end a killed process; one that waits for a dead disk or driver takes for ever."""
 
 
 class Children:
@@ -28,9 +32,14 @@ class Children:
 
     def start(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> None:
         """Start one for each local rank of ``environments``; nothing of Lightning's or Hydra's in their command line."""
-        for local, environment in environments.items():
-            # Of this process's group, so that a terminal's Ctrl-C reaches them, too; they leave it to rank 0.
-            self.processes[local] = subprocess.Popen([*command], env={**environment})
+        # They are of this process's group, so a terminal's Ctrl-C reaches them, too. They leave it to rank 0 (see ignore_stops),
+        # and until they can say so it is held back: a mask is inherited.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        try:
+            for local, environment in environments.items():
+                self.processes[local] = subprocess.Popen([*command], env={**environment, _PARENT: str(os.getpid())})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def failed(self) -> tuple[int, str] | None:
         """Physical rank of one that has ended badly, and how."""
@@ -56,13 +65,35 @@ class Children:
         for process in self.processes.values():
             if process.poll() is None:
                 process.kill()
-        for process in self.processes.values():
-            process.wait()
+        self.wait(_COLLECT_S)
 
 
-def die_with_parent(parent: int) -> None:
-    """Let the kernel end this process when ``parent``, which started it, is gone, however that ended; on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent() -> int:
+    """Let the kernel end this process when the one that started it is gone, however that ended; on Linux.
+
+    Returns:
+        the parent's pid.
+    """
+    parent = int(os.environ[_PARENT])
+    _at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:  # gone already
         os._exit(1)
+    return parent
+
+
+def outlive_parent() -> None:
+    """Take :func:`die_with_parent` back. If this process is stopped when its parent ends, it still wakes up."""
+    _at_parents_end(signal.SIGCONT)
+
+
+def _at_parents_end(signum: signal.Signals) -> None:
+    """The signal is the calling thread's own matter; threads that it starts have none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def ignore_stops() -> None:
+    """Leave Ctrl-C and SIGTERM to rank 0."""
+    for signum in _STOPS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)

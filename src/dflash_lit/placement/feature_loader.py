@@ -30,6 +30,10 @@ class AskedFeatures(Protocol):
         """The batch with what was asked for."""
         ...
 
+    def abandon(self, pending: Any) -> None:
+        """It will not be taken."""
+        ...
+
 
 class FeatureLoader:
     """Any loader of TokenRow batches, with the target's features added to each.
@@ -70,7 +74,7 @@ class PrefetchingLoader(FeatureLoader):
 
     Batches, their order and the saved position are those of :class:`FeatureLoader`. An iterator may be dropped before its end (a
     limit, the sanity check, the end of a run inside an epoch): what it has asked for comes in all the same, into memory of its
-    own, and is not mistaken for what the next one asks for.
+    own until then, and is not mistaken for what the next one asks for.
 
     Args:
         loader: of TokenRow batches.
@@ -86,17 +90,26 @@ class PrefetchingLoader(FeatureLoader):
     def state_dict(self) -> dict[str, Any]:
         """The position of the batches that were passed on: those in flight are asked for again."""
         state = self.loader.state_dict()
-        return {**state, "batches": state["batches"] - len(self._in_flight)}
+        # None are in flight of an epoch that has not begun, whatever is left of the one before.
+        return {**state, "batches": max(state["batches"] - len(self._in_flight), 0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._in_flight = deque()
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         in_flight: deque[tuple[dict[str, Tensor], Any]] = deque()
         self._in_flight = in_flight
         coming = iter(self.loader)
-        while True:
-            while len(in_flight) <= self.ahead and (batch := next(coming, None)) is not None:
-                in_flight.append((batch, self.source.ask(batch)))
-            if not in_flight:
-                return
-            arrived = sum(pending.arrived() for _, pending in in_flight)
-            batch, pending = in_flight.popleft()
-            yield self.source.take(batch, pending, arrived)
+        try:
+            while True:
+                while len(in_flight) <= self.ahead and (batch := next(coming, None)) is not None:
+                    in_flight.append((batch, self.source.ask(batch)))
+                if not in_flight:
+                    return
+                arrived = sum(pending.arrived() for _, pending in in_flight)
+                batch, pending = in_flight.popleft()
+                yield self.source.take(batch, pending, arrived)
+        finally:
+            for _, pending in in_flight:  # which go on counting as not passed on
+                self.source.abandon(pending)

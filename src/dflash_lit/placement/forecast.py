@@ -6,6 +6,7 @@ the published sizes), the exchange of gradients, and waiting for one another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from dflash_lit.doctor.finding import GIB, gib
 from dflash_lit.doctor.memory import Recipe, run_bytes
 from dflash_lit.placement.flops import block_pairs, causal_pairs, drafter_flop, target_flop
 from dflash_lit.placement.layout import Device, Layout, Role, device_name, table, transport
+from dflash_lit.placement.target_worker import SENDS
 
 if TYPE_CHECKING:
     from dflash_lit.placement.sizes import Sizes
@@ -29,11 +31,8 @@ _BALANCED = 0.05
 _WIDTH = 2
 """Bytes of a feature and of a target's weight: bf16."""
 
-_REQUEST = 8 + 4 + 4
-"""Bytes a token that a drafter sends: its id, document and position."""
-
-_SENDS = 2
-"""Feature batches on a target: the one that is made, and one that is on its way."""
+_REQUEST = 3 * 4
+"""Bytes a token that a drafter sends: its id, document and position, int32."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,38 @@ class Wire:
 
 
 @dataclass(frozen=True)
+class InFlight:
+    """What the requests that drafters keep in flight allow.
+
+    From asking to the next question a request's place is taken for a pass of a target and for a step of the drafter, so that
+    ``prefetch + 1`` places of each drafter bound the rate, whatever the sides could do.
+
+    Attributes:
+        prefetch: requests in flight while a drafter trains on a batch.
+        most: tokens a second that they allow.
+        enough: the prefetch with which the slower side never waits; one more than if all passes and steps took equally long.
+    """
+
+    prefetch: int
+    most: float
+    enough: int
+
+    @classmethod
+    def of(cls, layout: Layout, rates: Rates, rate: float, prefetch: int) -> InFlight:
+        """Args: ``rate``: tokens a second of the run, if nobody waits."""
+        taken = 1 / rates.target + 1 / rates.drafter  # seconds a token
+        places = rate / layout.drafter_world * taken
+        return cls(prefetch, layout.drafter_world * (prefetch + 1) / taken, math.ceil(round(places, 6)))
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return (
+            f"{_many(self.prefetch, 'request')} in flight of each drafter {'allows' if self.prefetch == 1 else 'allow'} "
+            f"{_rate(self.most)}; placement.prefetch={self.enough} is enough, for uneven steps too"
+        )
+
+
+@dataclass(frozen=True)
 class Forecast:
     """All of it.
 
@@ -137,6 +168,7 @@ class Forecast:
     flop_per_token: dict[Role, float]
     rates: Rates
     wire: Wire
+    in_flight: InFlight
     verdict: Verdict
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,6 +194,7 @@ class Forecast:
             "flop_per_token": {str(role): flop for role, flop in self.flop_per_token.items()},
             "tokens_per_s_of_a_rank": asdict(self.rates),
             "wire": asdict(self.wire),
+            "in_flight": asdict(self.in_flight),
             "verdict": {**asdict(self.verdict), "text": str(self.verdict)},
         }
 
@@ -188,6 +221,8 @@ class Forecast:
         ]
         if layout.drafter_world > 1:
             lines.append(f"          gradients: each drafter sends {_bytes(wire.gradients_per_step)} an optimizer step")
+        if self.in_flight.prefetch < self.in_flight.enough:
+            lines.append(f"prefetch  {self.in_flight}")
         return "\n".join([*lines, f"verdict   {self.verdict}"])
 
 
@@ -216,8 +251,9 @@ def rank_bytes(sizes: Sizes, recipe: Recipe, prefetch: int) -> dict[Role, dict[s
     A drafter takes what :func:`run_bytes` says of a run whose target is embedding and head only, and ``prefetch`` feature
     batches more: that function's activations hold one, the one it learns from, which here is counted with the queue.
 
-    A target has all its weights in bf16, :data:`_SENDS` feature batches, and of a forward pass the outputs of the feature layers
-    and the widest place of one layer: three tensors of the MLP's width (gate, up, product), three of the model's.
+    A target has all its weights in bf16, feature batches (the one it makes, and :data:`SENDS` on their way), and of a forward
+    pass the outputs of the feature layers and the widest place of one layer: three tensors of the MLP's width (gate, up,
+    product), three of the model's.
     """
     drafter, parameters = sizes.drafter, sizes.drafter_parameters
     tokens = recipe.rows * recipe.row_tokens
@@ -237,7 +273,7 @@ def rank_bytes(sizes: Sizes, recipe: Recipe, prefetch: int) -> dict[Role, dict[s
         Role.TARGET: {
             "weights": _WIDTH * sizes.target_parameters,
             "activations": batch + _WIDTH * tokens * 3 * (sizes.target_intermediate + drafter.hidden_size),
-            "feature queue": _SENDS * batch,
+            "feature queue": (SENDS + 1) * batch,
             "libraries": GIB,
         },
     }
@@ -267,7 +303,9 @@ def forecast(
         requests=_REQUEST * verdict.rate,
         gradients_per_step=2 * (drafters - 1) / drafters * 4 * sizes.drafter_parameters,
     )
-    return Forecast(layout, tuple(devices), sizes, recipe, rank_bytes(sizes, recipe, prefetch), flop, rates, wire, verdict)
+    in_flight = InFlight.of(layout, rates, verdict.rate, prefetch)
+    memory = rank_bytes(sizes, recipe, prefetch)
+    return Forecast(layout, tuple(devices), sizes, recipe, memory, flop, rates, wire, in_flight, verdict)
 
 
 def _memory_lines(memory: dict[Role, dict[str, int]]) -> list[str]:

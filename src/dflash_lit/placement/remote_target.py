@@ -61,6 +61,7 @@ class RemoteTarget:
         self._requests = itertools.count()
         self._waiting = DeviceTimer(device)
         self._asked: dict[int, Pending] = {}  # not taken yet
+        self._abandoned: list[Pending] = []  # those of them that nobody waits for
 
     @property
     def tokenizer(self) -> Any:
@@ -78,6 +79,9 @@ class RemoteTarget:
 
     def ask(self, batch: dict[str, Tensor]) -> Pending:
         """Ask the target whose turn it is for the features of a TokenRow batch; waits for nothing."""
+        for gone in [pending for pending in self._abandoned if pending.arrived()]:
+            self._abandoned.remove(gone)
+            self._taken(gone)
         target = self._world.layout.target_of(self._world.rank, next(self._requests))
         names = ("input_ids", "document_ids", "position_ids")
         rows = torch.stack([batch[name].to("cpu", torch.int32) for name in names])
@@ -102,6 +106,10 @@ class RemoteTarget:
         flow.batches += 1
         flow.queued += arrived
         return {**batch, **dict(zip(("features", "last_hidden"), tensors, strict=False))}
+
+    def abandon(self, pending: Pending) -> None:
+        """What was asked for will not be taken; its memory is free as soon as it has arrived."""
+        self._abandoned.append(pending)
 
     def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Ask, and wait for it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +28,7 @@ class Started:
         local_rank: on its host.
         address, port: of the store that physical rank 0 keeps (torchrun: its agent); port 0 if any free one will do.
         processes: of the whole run, as far as whoever started it knows.
+        per_host: how many of them are on each host.
     """
 
     by: Literal["hand", "us", "torchrun", "slurm"]
@@ -37,6 +37,7 @@ class Started:
     address: str = "127.0.0.1"
     port: int = 0
     processes: int | None = None
+    per_host: int | None = None
 
     @property
     def leads(self) -> bool:
@@ -49,8 +50,30 @@ class Started:
         return self.by == "hand"
 
     @property
-    def keeps_store(self) -> bool:
-        return self.leads and not agent_store()
+    def others_wait(self) -> bool:
+        """Whether there are others that somebody else has started: they have to be told, also that there is no run."""
+        return (self.processes or 1) > 1
+
+    def check(self, layout: Layout) -> None:
+        """Whether the processes that exist are those of the layout.
+
+        Raises:
+            UserError: showing both.
+        """
+        if self.processes is None or (self.processes, self.per_host) == (layout.world, layout.ranks_per_host):
+            return
+        targets = f" + placement.targets={layout.targets}" if layout.targets else ""
+        hosts = f" on each of placement.hosts={layout.hosts}" if layout.hosts > 1 else ""
+        raise UserError(
+            f"{self.by} has started {self.processes} processes, {self.per_host} a host, but placement.drafters={layout.drafters}"
+            f"{targets}{hosts} are {layout.world}: start {layout.ranks_per_host} a host"
+        )
+
+    def everyone(self) -> Layout:
+        """Those that exist, as a layout: for a run whose own layout is not known."""
+        assert self.processes is not None
+        assert self.per_host is not None
+        return Layout(0, self.per_host, -(-self.processes // self.per_host))
 
 
 def agent_store() -> bool:
@@ -58,15 +81,15 @@ def agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def how_started(environment: Mapping[str, str] | None = None) -> Started:
+def how_started() -> Started:
     """Read it from the environment.
 
     Several hosts by hand: ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as for Lightning.
 
     Raises:
-        UserError: for a variable that is no number.
+        UserError: for a variable that is no number, or missing.
     """
-    env = os.environ if environment is None else environment
+    env = os.environ
 
     def number(name: str, otherwise: int) -> int:
         try:
@@ -78,12 +101,18 @@ def how_started(environment: Mapping[str, str] | None = None) -> Started:
     if _LOCAL_RANK in env:
         return Started("us", number(_HOST, 0), number(_LOCAL_RANK, 0), address, port)
     if TorchElasticEnvironment.detect():
-        return Started("torchrun", number("GROUP_RANK", 0), number("LOCAL_RANK", 0), address, port, number("WORLD_SIZE", 1))
+        processes = number("WORLD_SIZE", 1)
+        per_host = number("LOCAL_WORLD_SIZE", processes)
+        return Started("torchrun", number("GROUP_RANK", 0), number("LOCAL_RANK", 0), address, port, processes, per_host)
     if SLURMEnvironment.detect() and number("SLURM_NTASKS", 1) > 1:
-        slurm = SLURMEnvironment(auto_requeue=False)
-        return Started(
-            "slurm", slurm.node_rank(), slurm.local_rank(), slurm.main_address, slurm.main_port, number("SLURM_NTASKS", 1)
-        )
+        try:
+            slurm = SLURMEnvironment(auto_requeue=False)
+            place = (slurm.node_rank(), slurm.local_rank(), slurm.main_address, slurm.main_port)
+        except KeyError as error:
+            raise UserError(f"{error.args[0]} is not in the environment, as for SLURM's tasks it is: start with srun") from None
+        except RuntimeError as error:  # without --ntasks-per-node
+            raise UserError(f"SLURM: {error}") from error
+        return Started("slurm", *place, number("SLURM_NTASKS", 1), number("SLURM_NTASKS_PER_NODE", 1))
     return Started("hand", number("NODE_RANK", 0), 0, address, port)
 
 

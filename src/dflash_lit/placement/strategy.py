@@ -104,14 +104,7 @@ class DrafterGroupStrategy(DDPStrategy):
         self.source: LocalTarget | RemoteTarget = LocalTarget(target, layer_ids, teacher=teacher)
 
     def _of_drafters(self, world: World, device: torch.device) -> None:
-        super().__init__(
-            cluster_environment=world.environment,
-            # All parameters of the drafter take part in every step.
-            find_unused_parameters=False,
-            **_KEEP_BUFFERS,
-            # Else every gradient would exist twice.
-            gradient_as_bucket_view=True,
-        )
+        super().__init__(cluster_environment=world.environment)
         self.world, self.device_of_rank = world, device
 
     @property
@@ -125,6 +118,19 @@ class DrafterGroupStrategy(DDPStrategy):
         if not torch.distributed.is_initialized():
             self.world.start_drafter_group(self.root_device)
         super().setup_distributed()  # finds the group, and sets the ranks
+
+    def configure_ddp(self) -> None:
+        # Lightning's own does it on a stream aside, for CUDA graphs: then each step's backward pass waits between two streams.
+        assert self.model is not None
+        self.model = DistributedDataParallel(
+            self.model,
+            device_ids=self.determine_ddp_device_ids(),
+            # All parameters of the drafter take part in every step.
+            find_unused_parameters=False,
+            **_KEEP_BUFFERS,
+            # Else every gradient would exist twice.
+            gradient_as_bucket_view=True,
+        )
 
     def agreement(self) -> Agreement:
         """For what all drafters have to decide alike at a step."""

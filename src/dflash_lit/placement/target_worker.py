@@ -17,9 +17,9 @@ from dflash_lit.placement.world import World
 from dflash_lit.target.frozen import FrozenTarget
 from dflash_lit.target.reader import TargetReader
 
-__all__ = ["each_of", "forget", "open_reader", "read", "serve"]
+__all__ = ["SENDS", "each_of", "forget", "open_reader", "read", "serve"]
 
-_SENDS = 2
+SENDS = 2
 """Requests whose tensors may be on their way while the next is computed."""
 
 
@@ -68,7 +68,7 @@ def serve(
         else:
             with timer.measure():
                 made = features(*request.rows)
-            link.send_features(request.source, made, most=_SENDS * tensors)
+            link.send_features(request.source, made, most=SENDS * tensors)
             flow.tokens += request.rows[0].numel()
             flow.batches += 1
             if seal is not None:

@@ -18,18 +18,26 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dflash_lit.errors import RankError, UserError
+from dflash_lit.errors import RankError
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout
 
 __all__ = ["Watch"]
 
 _LEFT = "left"
+_GONE = "is gone: it was killed or has crashed"
+_SILENT = "it is stopped, or its host is gone"
 _GRACE_S = 8.0
+"""For rank 0's main thread to end by itself once it knows of a failure: W&B has to be closed."""
+_LEADER_S = 3.0
+"""For local rank 0 to end the others of its host."""
 
 
-class Watch(threading.Thread):
-    """The thread of one rank that beats and listens.
+class Watch:
+    """Two threads of one rank: one beats and listens, the other sees to it that the process ends.
+
+    Two, since whoever talks to the store of a stopped process waits for ever: torch's client has timeouts, but then waits for the
+    answer to its cancellation.
 
     Args:
         store: a client of its own: a client blocks while it waits.
@@ -38,7 +46,8 @@ class Watch(threading.Thread):
         start_s: the same for its first beat.
         flow: what this rank has moved so far; travels with the beats.
         children: says what became of a process that this one has started, None as long as all is well.
-        parent: pid of the process that started this one, if it is a rank of the run.
+        parent: pid of the process that started this one, if it is a rank of the run: local rank 0 of this host.
+        keeper: of the store, as messages name it.
         end: called once when the run is to end at once: stops the processes that this one has started.
         period_s: between beats.
 
@@ -58,22 +67,31 @@ class Watch(threading.Thread):
         flow: Callable[[], Flow],
         children: Callable[[], tuple[int, str] | None],
         parent: int | None,
+        keeper: str,
         end: Callable[[], None],
         period_s: float = 0.25,
     ) -> None:
-        super().__init__(name="dflash_lit-watch", daemon=True)
         self.store, self.layout, self.rank = store, layout, rank
         self.stale_s, self.start_s, self.period_s = stale_s, max(start_s, stale_s), period_s
-        self._flow, self._children, self._end, self.parent = flow, children, end, parent
+        self._flow, self._children, self._end = flow, children, end
+        self.parent, self._keeper = parent, keeper
+        self._host, self._local = layout.host(rank), layout.local_rank(rank)
         self.failure: str | None = None
         self.flows: dict[int, Flow] = {}
         self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._beats = 0
+        self._found: str | None = None  # a failure, not yet told
         self._seen: dict[int, tuple[bytes, float]] = {}
-        self._left: set[int] = set()
+        self._broken = False
+        self._answered = time.monotonic()
+        self._talker = threading.Thread(target=self._talk, name="dflash_lit-beats", daemon=True)
+        self._guard = threading.Thread(target=self._see_to_it, name="dflash_lit-watch", daemon=True)
 
     # -- what the main thread calls
+
+    def start(self) -> None:
+        self._answered = time.monotonic()
+        self._talker.start()
+        self._guard.start()
 
     def check(self) -> None:
         """Raise what has gone wrong elsewhere.
@@ -84,117 +102,132 @@ class Watch(threading.Thread):
         if self.failure is not None:
             raise RankError(self.failure)
 
-    def explain(self, error: BaseException, wait_s: float = 4.0) -> str:
-        """Why ``error`` happened here, for all ranks: the failure of another rank behind it, else itself.
+    def behind(self, error: BaseException) -> str | None:
+        """The failure of another rank behind ``error``, which this one met with; None if there is none.
 
-        A rank that dies makes its partners fail a moment later; so where the connection broke, wait for the cause.
+        A rank that dies breaks its partners' connections at once, but may be missed only when its beats are. So where a
+        connection broke, wait for the cause as long as that takes.
         """
         if isinstance(error, RankError) or _of_a_connection(error):
-            deadline = time.monotonic() + wait_s
+            deadline = time.monotonic() + self.stale_s + 2
             while self.failure is None and time.monotonic() < deadline:
                 time.sleep(0.05)
-        if self.failure is None:
-            said = " ".join(str(error).split())[:600]
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            self.abort(f"{self.layout.who(self.rank)} failed: {kind}{said}")
-        assert self.failure is not None
         return self.failure
 
-    def abort(self, why: str) -> None:
-        """End the run on all ranks, for this reason if there is no earlier one."""
-        with self._lock, contextlib.suppress(Exception):  # without a store the others find out by themselves
-            why = self.store.compare_set("abort", "", why).decode() or why
-        self.failure = self.failure or why
+    def abort(self, why: str) -> str:
+        """End the run on all ranks, for this reason or for an earlier one, which is returned."""
+        self._found = self._found or why
+        deadline = time.monotonic() + self.stale_s
+        while self.failure is None and not self._broken and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.failure = self.failure or why  # without a store the others find out by themselves
+        return self.failure
 
     def leave(self) -> None:
         """This rank has nothing more to do; the others need not listen for it."""
-        if not self._over.is_set():
-            self._over.set()
-            self.join(timeout=5)
-            with contextlib.suppress(Exception):
-                self.store.set(f"beat/{self.rank}", _LEFT)
+        self._over.set()
+        if self._talker.is_alive():
+            self._talker.join(timeout=5)
 
-    # -- the thread
+    # -- the thread that talks
 
-    def run(self) -> None:
-        began = time.monotonic()
+    def _talk(self) -> None:
         keys = [f"beat/{rank}" for rank in range(self.layout.world)]
+        began = last = time.monotonic()
+        number = 0
+        try:
+            while self.failure is None and not self._over.wait(self.period_s):
+                now = time.monotonic()
+                if now - last > self.stale_s / 2:
+                    # This process or the store's was stopped or starved: what it missed meanwhile says nothing of the others.
+                    self._seen = {rank: (value, now) for rank, (value, _) in self._seen.items()}
+                last = now
+                number += 1
+                self.store.set(f"beat/{self.rank}", json.dumps([number, self._flow().to_json()]))
+                silent = self._silent(self.store.multi_get(keys), now, began)
+                found = self._found or silent
+                told = self.store.compare_set("abort", "", found) if found else self.store.get("abort")
+                self._answered = time.monotonic()
+                self.failure = told.decode() or None
+            if self._over.is_set():
+                self.store.set(f"beat/{self.rank}", _LEFT)
+        except Exception:
+            self._broken = not self._over.is_set()
+
+    def _silent(self, beats: list[bytes], now: float, began: float) -> str | None:
+        """Who has not been heard of for too long, as a failure."""
+        for rank, value in enumerate(beats):
+            if value and value != self._seen.get(rank, (b"", 0.0))[0]:
+                self._seen[rank] = (value, now)
+                if value != _LEFT.encode():
+                    self.flows[rank] = Flow.from_json(json.loads(value)[1])
+
+        def silent(rank: int, share: float = 1.0) -> bool:
+            heard, limit = (self._seen[rank][1], self.stale_s) if rank in self._seen else (began, self.start_s)
+            return beats[rank] != _LEFT.encode() and now - heard > share * limit
+
+        for rank in range(self.layout.world):
+            if rank != self.rank and silent(rank):
+                limit = self.stale_s if rank in self._seen else self.start_s
+                host = self.layout.host(rank)
+                first, *others = self.layout.ranks_of_host(host)
+                of_host = others and host != self._host and all(silent(other, 0.8) for other in (first, *others))
+                all_others = f" and all others of host {host} have" if of_host else " has"
+                return (
+                    f"{self.layout.who(first if of_host else rank)}{all_others} not been heard of for {limit:.0f} s: {_SILENT}"
+                )
+        return None
+
+    # -- the thread that sees to it that the process ends
+
+    def _see_to_it(self) -> None:
         last = time.monotonic()
         while not self._over.wait(self.period_s):
             now = time.monotonic()
-            if now - last > 2 + 4 * self.period_s:
-                # This process itself was stopped or starved: what it missed meanwhile says nothing of the others.
-                self._seen = {rank: (value, now) for rank, (value, _) in self._seen.items()}
+            if now - last > self.stale_s / 2:  # this process itself was stopped
+                self._answered = now
             last = now
-            try:
-                with self._lock:
-                    self._beats += 1
-                    self.store.set(f"beat/{self.rank}", json.dumps([self._beats, self._flow().to_json()]))
-                    beats = self.store.multi_get(keys)
-                    told = self.store.get("abort")
-            except Exception:
-                if not self._over.is_set():
-                    self._lost(f"{self.layout.who(0)} is gone or stopped: the store that it keeps does not answer")
-                return
-            found = self._children()
-            if found is not None:
-                self.abort(f"{self.layout.who(found[0])} {found[1]}")
-            elif told:
-                self.failure = self.failure or told.decode()
-            else:
-                self._look(beats, began)
+            if self.failure is None:
+                if self._broken or now - self._answered > self.stale_s:
+                    how = _GONE if self._broken else f"has not answered for {self.stale_s:.0f} s: {_SILENT}"
+                    self.failure = f"{self._keeper} {how}"
+                    self._fail(self.failure, lost=True)
+                    return
+                if (child := self._children()) is not None:
+                    self._found = self._found or f"{self.layout.who(child[0])} {child[1]}"
+                elif self._orphan():
+                    self._found = self._found or f"{self.layout.who(self.layout.physical_rank(self._host, 0))} {_GONE}"
             if self.failure is not None:
                 self._fail(self.failure)
                 return
 
-    def _look(self, beats: list[bytes], began: float) -> None:
-        now = time.monotonic()
-        for rank, value in enumerate(beats):
-            if rank == self.rank or value == _LEFT.encode():
-                continue
-            if value and value != self._seen.get(rank, (b"", 0.0))[0]:
-                self._seen[rank] = (value, now)
-                self.flows[rank] = Flow.from_json(json.loads(value)[1])
-                continue
-            heard, limit = (self._seen[rank][1], self.stale_s) if rank in self._seen else (began, self.start_s)
-            if now - heard > limit:
-                silent = [other for other in self.layout.ranks_of_host(self.layout.host(rank)) if other != self.rank]
-                of_host = len(silent) > 1 and all(
-                    beats[other] != _LEFT.encode() and now - self._seen.get(other, (b"", began))[1] > 0.8 * limit
-                    for other in silent
-                )
-                where = f" and all others of host {self.layout.host(rank)}" if of_host else ""
-                self.abort(
-                    f"{self.layout.who(rank)}{where} has not been heard of for {limit:.0f} s: it is stopped, or its host is gone"
-                )
-                return
+    def _orphan(self) -> bool:
+        return self.parent is not None and os.getppid() != self.parent
 
-    def _lost(self, why: str) -> None:
-        """Without a store, a host's ranks end by themselves; they take a parent along that is stopped and cannot."""
-        if self.rank == 0 or not self.parent:
-            self._fail(why)
-            return
-        if self.layout.local_rank(self.rank) == 1:  # one speaks, before the parent's end is its own
+    def _fail(self, why: str, *, lost: bool = False) -> None:
+        """Leave. Local rank 0 speaks for its host; that of host 0 gets time to clean up behind itself.
+
+        Args:
+            lost: without a store, so of rank 0 nothing is to be expected.
+        """
+        self._end()  # connections to the ended break, which wakes a main thread that waits for them
+        if self.rank == 0 and self._over.wait(_GRACE_S):
+            return  # the main thread has left, and speaks
+        if self._local == 0 or (self._local == 1 and self._is_left_alone(lost)):
             print(f"error: {why}", file=sys.stderr, flush=True)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.parent, signal.SIGKILL)
-        time.sleep(1)
         os._exit(1)
 
-    def _fail(self, why: str) -> None:
-        """Leave. Rank 0 speaks for all, and its main thread gets time to clean up behind itself."""
-        self.failure = self.failure or why
-        self._end()  # connections to them break, which wakes a main thread that waits for them
-        if self.rank != 0:
-            if self.layout.local_rank(self.rank) == 0:  # on another host, where rank 0's words may not be seen
-                print(f"error: {why}", file=sys.stderr, flush=True)
-            # The one that failed says more, if it is let.
-            if not self._over.wait(1.0 if why.startswith(self.layout.who(self.rank)) else 0.0):
-                os._exit(1)
-            return
-        if not self._over.wait(_GRACE_S):
-            print(f"error: {why}", file=sys.stderr, flush=True)
-            os._exit(1)
+    def _is_left_alone(self, lost: bool) -> bool:
+        """Whether local rank 0 can neither speak nor end this process: it has died, is stopped or hangs. Ends it, then."""
+        if self.parent is None:  # somebody else has started this process, and ends it
+            return lost and self._host == 0
+        deadline = time.monotonic() + _LEADER_S
+        while not self._orphan() and time.monotonic() < deadline:
+            time.sleep(0.05)  # one that is well ends this process meanwhile
+        if not self._orphan():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.parent, signal.SIGKILL)
+        return True
 
 
 def _of_a_connection(error: BaseException) -> bool:

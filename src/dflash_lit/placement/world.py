@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dflash_lit.errors import Interrupted, RankError, UserError
-from dflash_lit.placement.children import Children, die_with_parent
+from dflash_lit.placement.children import Children, die_with_parent, ignore_stops, outlive_parent
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment, free_port
@@ -73,7 +74,7 @@ class World:
         if self.rank == 0:
             beats_of(layout, dist.PrefixStore("watch", self.store))
         self.watch = Watch(
-            dist.PrefixStore("watch", dist.PrefixStore(run, client(address, port, max(timeout_s, 5.0)))),
+            dist.PrefixStore("watch", dist.PrefixStore(run, client(address, port, _START_S))),
             layout,
             self.rank,
             stale_s=timeout_s,
@@ -81,6 +82,7 @@ class World:
             flow=lambda: self.flow,
             children=children.failed if children else lambda: None,
             parent=parent,
+            keeper="torchrun" if agent_store() else layout.who(0),
             end=self._end_at_once,
         )
 
@@ -146,6 +148,8 @@ class World:
 
     def __enter__(self) -> World:
         self.watch.start()
+        if self.watch.parent is not None and self.started.local_rank == 1:
+            outlive_parent()  # to say that it is gone
         if self.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # Between the phases of a run there is nothing to save, but there are others to be ended.
             with contextlib.suppress(ValueError):  # not the main thread
@@ -154,16 +158,33 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        failure = None
         try:
-            if error is None or isinstance(error, Interrupted):
+            if error is None or (isinstance(error, Interrupted) and error.checkpoint is not None):  # all ranks are here
                 self.goodbye()
             else:
-                failure = self.watch.explain(error)
+                self._fail(error)
         finally:
             self._end()
-        if error is None or failure is None or failure.startswith(f"{self.layout.who(self.rank)} "):
-            return  # its own failure, which is on its way up already
+
+    def _fail(self, error: BaseException) -> None:
+        """Let all ranks end for what has happened to this one, or for what is behind that.
+
+        Raises:
+            RankError: instead of ``error``, unless that is meant for the user of this very process.
+        """
+        failure = self.watch.behind(error)
+        if failure is None:
+            said = " ".join("; ".join([str(error), *getattr(error, "__notes__", ())]).split())[:600]
+            if not isinstance(error, Exception):
+                own = f"{self.layout.who(self.rank)} was interrupted"
+            elif isinstance(error, UserError):
+                own = f"{self.layout.who(self.rank)} failed: {said}"
+            else:
+                own = f"{self.layout.who(self.rank)} failed: {type(error).__name__}: {said}"
+                traceback.print_exception(error)  # now: as soon as the others know, this process may be ended
+            failure = self.watch.abort(own)
+            if failure == own and (isinstance(error, UserError) or not isinstance(error, Exception)):
+                return
         raise RankError(failure) from error
 
     def goodbye(self) -> None:
@@ -192,17 +213,18 @@ class World:
         if self.ended:
             return
         self.ended = True
-        if self.watch.failure is not None and self.children is not None:
-            self.children.wait(2.0)  # they have been told, and leave by themselves
-        self.watch.leave()
+        failed = self.watch.failure is not None
+        if failed and self.rank == 0 and (self.layout.hosts > 1 or not self.started.starts_others):
+            time.sleep(1.0)  # before the store goes, those whom this process does not end read why
         if self.children is not None:
             self.children.kill()
+        self._clean()
         if dist.is_initialized():
             # The next job of a sweep would find this job's group.
-            if self.watch.failure is not None and torch.cuda.is_available() and dist.group.WORLD is not None:
+            if failed and torch.cuda.is_available() and dist.group.WORLD is not None:
                 dist.group.WORLD.abort()  # else it would wait for those who are gone
             dist.destroy_process_group()
-        self._clean()
+        self.watch.leave()  # last: should anything here hang, it ends this process
 
     def _clean(self) -> None:
         while self._cleanups:
@@ -211,7 +233,7 @@ class World:
 
 
 def _leave(signum: int, _: object) -> None:
-    raise SystemExit(128 + signum)
+    raise Interrupted(signum, None)
 
 
 def lead(layout: Layout, started: Started, config: str, *, command: list[str], timeout_s: float) -> World:
@@ -255,12 +277,8 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
     Raises:
         UserError: if rank 0 cannot be reached.
     """
-    parent = os.getppid() if started.by == "us" else None
-    if parent is not None:
-        die_with_parent(parent)
-    # Whoever stops the run does it through rank 0; a drafter's handler, where it has one, says so, too.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = die_with_parent() if started.by == "us" else None
+    ignore_stops()
     port = started.port or 29500
     run = f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:

@@ -1,0 +1,476 @@
+"""Target and drafter in processes of their own: what the features' way costs, and what a whole run reaches; a line of JSON.
+
+    python benchmarks/placement.py transport --rows 4 --tokens 3072 --width 20480
+    python benchmarks/placement.py run --targets 2 --drafters 1 --sleep-target 80 --sleep-drafter 40 --jitter 0.3
+    python benchmarks/placement.py run --target embedded
+    python benchmarks/placement.py run --target qwen3-8b --shape S --targets 1 --drafters 1
+
+``transport`` moves the features of one batch from a target that has them ready, and lets the drafter compute meanwhile.
+
+``run`` measures three rates, in turn and several times over: the *supply* of targets whose drafters do nothing but ask; the
+*demand* of drafters that have features at hand, in the same Trainer; and the split *run*. ``share`` is run / min(supply,
+demand), the median over the rounds. With ``--sleep-target`` and ``--sleep-drafter`` (milliseconds a batch) both sides sleep
+instead of computing: on few cores supply and demand can then be set, and what is measured is the pipeline between them.
+
+Processes, channel, worker, loader, strategy and Trainer are those of ``train.py``. GPUs are used where there are some (random
+weights on them), shared where there are too few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import SHAPES, qwen3_8b, random_ends
+from lightning.pytorch.callbacks import Callback
+from online import random_info, random_target
+from torch import Tensor, nn
+
+from dflash_lit.config import (
+    DataSection,
+    DrafterSection,
+    ObjectiveSection,
+    PathsSection,
+    PlacementSection,
+    TargetSection,
+    TrainConfig,
+    TrainerSection,
+)
+from dflash_lit.data.datamodule import RowDataModule
+from dflash_lit.data.packing import PackedRows
+from dflash_lit.job import Job, load_target, prepare_process, quiet_libraries
+from dflash_lit.placement.channel import Channel
+from dflash_lit.placement.feature_loader import PrefetchingLoader
+from dflash_lit.placement.flow import Flow
+from dflash_lit.placement.layout import Layout, Role
+from dflash_lit.placement.remote_target import RemoteTarget
+from dflash_lit.placement.started import how_started
+from dflash_lit.placement.target_worker import serve
+from dflash_lit.placement.world import World, follow, lead
+from dflash_lit.plan import Plan, make_plan
+from dflash_lit.target.frozen import TargetEnds
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEEP = 8
+"""Requests in flight of a drafter that does nothing else: more than any number of targets here can serve at a time."""
+
+
+# -- stand-ins
+
+
+class Pause:
+    """Sleeps for so many milliseconds, each time up to ``jitter`` (a share) more or less; the same sequence for one seed."""
+
+    def __init__(self, milliseconds: float, jitter: float, seed: int) -> None:
+        self.milliseconds, self.jitter, self._draws = milliseconds, jitter, random.Random(seed)
+
+    def __call__(self) -> None:
+        if self.milliseconds:
+            time.sleep(self.milliseconds / 1000 * (1 + self.jitter * self._draws.uniform(-1, 1)))
+
+
+class ReadyTarget:
+    """What :func:`serve` and a local strategy need of a target; its features are one fixed tensor."""
+
+    compiled = False
+    fingerprint = "ready"
+    eos_ids = ()
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pause: Callable[[], None]) -> None:
+        self.device, self._pause = device, pause
+        self._features = torch.randn(shape, dtype=dtype, device=device)
+
+    def features(self, *_: Any) -> Tensor:
+        self._pause()
+        return self._features
+
+
+class SleepingDrafter(L.LightningModule):
+    """A drafter whose step is a sleep; one small parameter, so that several still average gradients at each step."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__()
+        self.pause = pause
+        self.weight = nn.Parameter(torch.zeros(1024))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.pause()
+        return (self.weight * batch["features"][0, 0, 0]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class TargetOfRandomWeights(RemoteTarget):
+    """One that has no files to read embedding and head from."""
+
+    drafter: Any
+
+    def ends(self) -> TargetEnds:
+        return random_ends(self.drafter, self.device)
+
+
+# -- transport
+
+
+def wait(device: torch.device) -> None:
+    """For what the drafter's own stream has in line; transfers go on."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def calibrated(device: torch.device, milliseconds: float) -> Callable[[], None]:
+    """Matrix products that take about so long."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16 if size > 256 else torch.float32) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+        wait(device)
+
+    work(10)
+    once = statistics.median(seconds(partial(work, 10)) for _ in range(9)) / 10
+    return partial(work, max(round(milliseconds / 1000 / once), 1))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def spent(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and seconds of this thread on a core."""
+    began = time.thread_time()
+    return seconds(work), time.thread_time() - began
+
+
+def endless(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    while True:
+        yield batch
+
+
+def milliseconds(values: list[float]) -> float:
+    return round(1000 * statistics.median(values), 2)
+
+
+def measure_transport(args: argparse.Namespace, world: World, cfg: TrainConfig, plan: Plan) -> dict[str, Any] | None:
+    device = plan.devices[world.layout.local_rank(world.rank)]
+    prepare_process(cfg, plan, device)
+    dtype = DTYPES[args.dtype]
+    carrier = Job(cfg, plan, world).transport
+
+    def channel() -> Channel:
+        return Channel(world, device, carrier)
+
+    if world.role is Role.TARGET:
+        target: Any = ReadyTarget((args.rows, args.tokens, args.width), dtype, device, lambda: None)
+        serve(world, channel, target, (0,), teacher=False, rows=args.rows, row_tokens=args.tokens)
+        return None
+    world.told(f"target/{world.layout.targets_of_host(0)[0]}")
+    began = time.perf_counter()
+    link = channel()
+    connect = time.perf_counter() - began
+    info: Any = SimpleNamespace(text=SimpleNamespace(hidden_size=args.width))
+    remote = RemoteTarget(world, link, info, (0,), device=device, dtype=dtype)
+    place = torch.arange(args.tokens, dtype=torch.int32).repeat(args.rows, 1)
+    batch = {"input_ids": torch.zeros_like(place).long(), "document_ids": torch.zeros_like(place), "position_ids": place}
+
+    def one() -> None:
+        remote.with_features(batch)
+        wait(device)
+
+    for _ in range(3):
+        one()
+    alone = [seconds(one) for _ in range(args.repeats)]
+
+    coming: Any = iter(PrefetchingLoader(endless(batch), remote, args.prefetch))
+    taken: dict[str, Tensor] = {}
+
+    def take() -> None:
+        taken.update(next(coming))  # and asks for another one
+        wait(device)
+
+    for _ in range(3):
+        take()
+    in_a_row = [seconds(take) for _ in range(args.repeats)]
+    stream = statistics.median(in_a_row)
+
+    # Twice as long as a transfer: it has to fit behind the drafter's step, of which it is a small part in training.
+    work = calibrated(device, args.compute or 2000 * stream)
+    quiet, loud, steps = [], [], []
+    for _ in range(args.repeats):
+        time.sleep(0.05 + 4 * stream)  # now all that was asked for is here
+        quiet.append(spent(work))
+        for _ in range(2):
+            began = time.perf_counter()
+            take()  # one arrived before, and another one is on its way from now on
+            loud.append(spent(work))
+            steps.append(time.perf_counter() - began)
+    coming.close()
+    remote.goodbye()
+    size = args.rows * args.tokens * args.width * dtype.itemsize
+    (alone_s, alone_cpu), (with_s, with_cpu) = (map(statistics.median, zip(*of, strict=True)) for of in (quiet, loud))
+    return {
+        "batch": f"{args.rows} x {args.tokens} x {args.width} {args.dtype}",
+        "mb": round(size / 1e6, 1),
+        "transport": carrier,
+        "devices": [str(of) for of in plan.devices],
+        "connect_s": round(connect, 3),
+        "ms_alone": milliseconds(alone),
+        "ms_in_a_row": milliseconds(in_a_row),
+        "gb_s": round(size / stream / 1e9, 2),
+        "compute_ms": {"alone": round(1000 * alone_s, 2), "with_transfers": round(1000 * with_s, 2)},
+        "slowdown": round(with_s / alone_s, 3),
+        # Of the computing thread's own time: what is left of it if others want the cores, too.
+        "slowdown_of_thread": round(with_cpu / alone_cpu, 3) if device.type == "cpu" else None,
+        "exposed_ms": round(1000 * (statistics.median(steps) - alone_s), 2),
+    }
+
+
+# -- a whole run
+
+
+class Clock(Callback):
+    """Seconds from the end of batch ``skip`` to the end of the last, and what this rank's flow did meanwhile."""
+
+    def __init__(self, world: World, device: torch.device, skip: int) -> None:
+        self._world, self._device, self._skip = world, device, skip
+        self._marks: list[tuple[float, Flow]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step in (self._skip, trainer.max_steps):
+            wait(self._device)
+            self._marks.append((time.perf_counter(), replace(self._world.flow)))
+
+    @property
+    def seconds(self) -> float:
+        return self._marks[1][0] - self._marks[0][0]
+
+    @property
+    def flow(self) -> Flow:
+        return self._marks[1][1] - self._marks[0][1]
+
+
+def random_rows(count: int, tokens: int, vocab: int) -> PackedRows:
+    ids = np.random.default_rng(0).integers(4, vocab - 400 if vocab > 800 else vocab, (count, tokens), dtype=np.int32)
+    place = np.broadcast_to(np.arange(tokens, dtype=np.int32), ids.shape).copy()
+    return PackedRows(ids, np.zeros_like(ids), place, np.ones(ids.shape, dtype=np.bool_))
+
+
+def sum_over_drafters(value: float, device: torch.device) -> float:
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def measure_run(args: argparse.Namespace, world: World, cfg: TrainConfig, plan: Plan) -> dict[str, Any] | None:
+    sleeping = args.sleep_target is not None
+    tokens = args.rows * args.tokens
+    width = args.width if sleeping else plan.drafter.feature_size
+    shape = (args.rows, args.tokens, width)
+    with Job(cfg, plan, world) as job:
+        device = job.device
+        if world.role is Role.TARGET:
+            target: Any
+            if sleeping:
+                target = ReadyTarget(shape, plan.dtype, device, Pause(args.sleep_target, args.jitter, world.rank))
+            elif args.target == "embedded":
+                target = load_target(plan, cfg, device)
+            else:
+                target = random_target(plan.drafter, device)
+            serve(
+                world,
+                lambda: Channel(world, device, job.transport),
+                target,
+                plan.drafter.target_layer_ids,
+                teacher=False,
+                rows=args.rows,
+                row_tokens=args.tokens,
+            )
+            return None
+        job.console.quiet = True
+        for rank in world.layout.targets_of_host(0):
+            world.told(f"target/{rank}")
+        link = Channel(world, device, job.transport)
+        info: Any = SimpleNamespace(text=SimpleNamespace(hidden_size=width)) if sleeping else plan.info
+        layers = (0,) if sleeping else plan.drafter.target_layer_ids
+        kind = RemoteTarget if sleeping or args.target == "embedded" else TargetOfRandomWeights
+        remote = kind(world, link, info, layers, device=device, dtype=plan.dtype)
+        if isinstance(remote, TargetOfRandomWeights):
+            remote.drafter = plan.drafter
+        world.start_drafter_group(device)
+        ready: Any = ReadyTarget(shape, plan.dtype, device, lambda: None)
+        batches = args.warm_up + args.steps
+        vocab = plan.info.text.vocab_size
+
+        def data(batches: int) -> RowDataModule:
+            """Of so many batches an epoch, to be dealt to all drafters if there is a Trainer."""
+            rows = random_rows(batches * args.rows, args.tokens, vocab)
+            return RowDataModule(rows, random_rows(1, args.tokens, vocab), args.rows, 0)
+
+        def supplied() -> float:
+            """Tokens/s of all targets, while all drafters take what comes."""
+            loader = PrefetchingLoader(data(batches).train_dataloader(), remote, DEEP)
+            dist.barrier()
+            began = 0.0
+            for count, _ in enumerate(loader, start=1):
+                if count == args.warm_up:
+                    wait(device)
+                    began = time.perf_counter()
+            wait(device)
+            return sum_over_drafters(args.steps * tokens / (time.perf_counter() - began), device)
+
+        def fitted(target: Any) -> tuple[float, Clock]:
+            """Tokens/s of a fit, over all drafters."""
+            clock = Clock(world, device, args.warm_up)
+            trainer = job.trainer(target, [clock], [])
+            if sleeping:
+                module: L.LightningModule = SleepingDrafter(Pause(args.sleep_drafter, args.jitter, 100 + world.rank))
+            else:
+                with device:
+                    module = job.module(remote)
+            trainer.fit(module, datamodule=data((args.epoch or batches) * args.drafters))
+            return args.steps * tokens * args.drafters / clock.seconds, clock
+
+        rounds = []
+        for _ in range(args.rounds):
+            supply = supplied()
+            demand, _ = fitted(ready)
+            run, clock = fitted(remote)
+            rounds.append({"run": run, "supply": supply, "demand": demand, "share": run / min(supply, demand)})
+            rounds[-1] |= {"wait": clock.flow.waited_s / clock.seconds, "queue": clock.flow.queued / clock.flow.batches}
+        remote.goodbye()
+    if world.rank:
+        return None
+    middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    return {
+        "targets": args.targets,
+        "drafters": args.drafters,
+        "prefetch": args.prefetch,
+        "work": ({"sleep_ms": [args.sleep_target, args.sleep_drafter], "jitter": args.jitter} if sleeping else args.target),
+        "batch": f"{args.rows} x {args.tokens} x {width} {str(plan.dtype).removeprefix('torch.')}",
+        "tokens_per_s": {name: round(middle[name]) for name in ("run", "supply", "demand")},
+        "share": round(middle["share"], 3),
+        "shares": [round(one["share"], 3) for one in rounds],
+        "wait_share": round(middle["wait"], 3),
+        "queue_depth": round(middle["queue"], 2),
+        "transport": job.transport,
+        "devices": [str(of) for of in plan.devices],
+        "steps": args.steps,
+        "epoch": args.epoch,
+    }
+
+
+# -- beginning
+
+
+def planned(args: argparse.Namespace) -> tuple[TrainConfig, Plan]:
+    """What ``train.py`` would make of it; derived by every process for itself."""
+    cfg = TrainConfig(
+        target=TargetSection(path="embedded"),
+        drafter=DrafterSection(intermediate_size=384),
+        objective=ObjectiveSection(weights="dpace"),
+        data=DataSection(prompts=None, rows_per_batch=args.rows, row_tokens=args.tokens),
+        placement=PlacementSection("split", args.drafters, args.targets, prefetch=args.prefetch, share=True),
+        trainer=TrainerSection(
+            max_steps=args.warm_up + args.steps,
+            accelerator="cpu" if args.cpu else "auto",
+            enable_progress_bar=False,
+            val_every=args.warm_up + args.steps,
+            limit_val_batches=1,
+        ),
+        paths=PathsSection(args.folder),
+    )
+    plan = make_plan(cfg)
+    if args.command == "run" and args.target != "embedded":
+        shape = SHAPES[args.shape]
+        config = qwen3_8b(shape.block, tiny=args.shape == "tiny")
+        cfg.drafter.anchors = shape.anchors
+        plan = replace(plan, info=random_info(config), drafter=config, dtype=torch.bfloat16)
+    return cfg, plan
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("transport", "run"):
+        command = commands.add_parser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command.add_argument("--rows", type=int, default=4, help="of a batch (default: %(default)s)")
+        command.add_argument("--tokens", type=int, default=256, help="of a row (default: %(default)s)")
+        command.add_argument("--prefetch", type=int, default=2, help="requests in flight (default: %(default)s)")
+        command.add_argument("--cpu", action="store_true", help="also where there are GPUs")
+    transport, run = commands.choices["transport"], commands.choices["run"]
+    transport.add_argument("--width", type=int, default=768, help="of a token's features (default: %(default)s)")
+    transport.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    transport.add_argument("--repeats", type=int, default=15, help="of each measurement (default: %(default)s)")
+    transport.add_argument("--compute", type=float, help="ms that the drafter computes a batch (default: two transfers)")
+    transport.set_defaults(targets=1, drafters=1, warm_up=1, steps=1)
+    run.add_argument("--targets", type=int, default=1, help="processes (default: %(default)s)")
+    run.add_argument("--drafters", type=int, default=1, help="processes (default: %(default)s)")
+    run.add_argument("--target", choices=("embedded", "qwen3-8b"), default="embedded", help="the latter with random weights")
+    run.add_argument(
+        "--shape", choices=SHAPES, default="S", help="rows, tokens and anchors for qwen3-8b (default: %(default)s)"
+    )
+    run.add_argument("--sleep-target", type=float, metavar="MS", help="instead of a target, a sleep")
+    run.add_argument("--sleep-drafter", type=float, metavar="MS", help="instead of a drafter, a sleep")
+    run.add_argument("--jitter", type=float, default=0.0, help="share by which each sleep may be longer or shorter")
+    run.add_argument("--width", type=int, default=768, help="of a token's features, with sleeps (default: %(default)s)")
+    run.add_argument("--steps", type=int, default=100, help="timed, a measurement (default: %(default)s)")
+    run.add_argument("--warm-up", type=int, default=10, help="steps before them (default: %(default)s)")
+    run.add_argument("--epoch", type=int, help="batches of an epoch, after which a loader begins anew (default: one epoch)")
+    run.add_argument("--rounds", type=int, default=3, help="of the three measurements (default: %(default)s)")
+    args = parser.parse_args()
+    if args.command == "run":
+        if (args.sleep_target is None) != (args.sleep_drafter is None):
+            parser.error("--sleep-target and --sleep-drafter go together")
+        if args.target != "embedded":
+            args.rows, args.tokens = SHAPES[args.shape].rows, SHAPES[args.shape].tokens
+    return args
+
+
+def main() -> None:
+    quiet_libraries()
+    warnings.filterwarnings("ignore", message=".*no `validation_step`.*")  # a sleep needs none
+    started, command = how_started(), [sys.executable, __file__]
+
+    def measure(args: argparse.Namespace, world: World) -> dict[str, Any] | None:
+        of = {"transport": measure_transport, "run": measure_run}[args.command]
+        return of(args, world, *planned(args))
+
+    if not started.leads:
+        world, text = follow(started, command)
+        with world:
+            measure(argparse.Namespace(**json.loads(text)), world)
+        return
+    args = parsed()
+    with tempfile.TemporaryDirectory(prefix="placement_") as args.folder:
+        layout = Layout(args.targets, args.drafters)
+        with lead(layout, started, json.dumps(vars(args)), command=command, timeout_s=60.0) as world:
+            line = measure(args, world)
+    assert line is not None
+    line |= {"torch": torch.__version__}
+    if torch.cuda.is_available() and not args.cpu:
+        line["device"] = torch.cuda.get_device_name()
+    print(json.dumps({"command": args.command, **line}))
+
+
+if __name__ == "__main__":
+    main()
