@@ -42,8 +42,11 @@ class CompileWarmup(Callback):
         if not parts:
             return
 
+        world = getattr(trainer.strategy, "world", None)  # of a run of several processes: ranks are numbered with the targets
+        who = f"rank {trainer.global_rank}" if world is None else world.layout.who(world.rank)
+
         def told(made: Made) -> None:
-            print(f"compile, rank {trainer.global_rank}: {made}", file=sys.stderr, flush=True)
+            print(f"compile, {who}: {made}", file=sys.stderr, flush=True)
 
         def run() -> None:
             with undisturbed(pl_module.device):

@@ -97,7 +97,7 @@ class PlacementSection:
     hosts: int = 1
     prefetch: int = 2  # requests for features in flight while a drafter trains on a batch
     share: bool = False  # let target ranks share GPUs with others where there are too few (slow)
-    timeout_s: float = 25.0  # a process not heard of for so long ends the run
+    timeout_s: float = 15.0  # a process not heard of for so long ends the run
 
 
 @dataclass

@@ -276,6 +276,7 @@ class Job:
         if self.leads:
             made = self._make_data(target)
             self.world.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             for side, rows in (("train", made.module.train), ("val", made.module.val)):
                 rows.save(folder / side)
             self.world.tell("data", made.eval_prompts)

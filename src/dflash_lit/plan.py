@@ -186,8 +186,11 @@ def _layout(placement: PlacementSection) -> Layout:
     return Layout(placement.targets, placement.drafters, placement.hosts)
 
 
-def make_plan(cfg: TrainConfig) -> Plan:
+def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
     """Check ``cfg`` and derive what it leaves open.
+
+    Args:
+        checkpoint: look into that of ``ckpt_path``, too, which may be large; once is enough for all processes of a run.
 
     Raises:
         UserError: for the first thing that cannot work, naming its key.
@@ -277,12 +280,13 @@ def make_plan(cfg: TrainConfig) -> Plan:
             theirs, ours = getattr(warm, name), getattr(drafter, name)
             if theirs != ours:
                 raise UserError(f"drafter.init_from: that drafter has {name}={theirs}, this run {ours}; set them equal")
-    if cfg.ckpt_path is not None:
+    if cfg.ckpt_path is not None and checkpoint:
         drafter_from_checkpoint(cfg.ckpt_path)  # refuses what is no checkpoint before any work is done
         done = int(torch.load(cfg.ckpt_path, map_location="cpu", weights_only=True, mmap=True).get("global_step", 0))
         if done >= cfg.trainer.max_steps:
             raise UserError(
-                f"ckpt_path={cfg.ckpt_path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train"
+                f"ckpt_path={cfg.ckpt_path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train; "
+                "dflash-lit export writes its drafter"
             )
     if device.type == "cpu":  # on a GPU the drafter's attention is never dense
         queries = cfg.drafter.anchors * cfg.drafter.block_size

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -79,7 +80,10 @@ def begin(composed: DictConfig, train: Train, script: str) -> float | None:
             return train(cfg, plan, None)
         if _is_sweep() and not (started.starts_others and plan.layout.hosts == 1):
             raise UserError("-m: each job of a sweep starts its own processes, on one host: run it as `python train.py -m ...`")
-        text = OmegaConf.to_yaml(composed, resolve=True)
+        told = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
+        if cfg.ckpt_path is not None:
+            told.ckpt_path = str(Path(cfg.ckpt_path).absolute())  # the others may stand in another folder
+        text = OmegaConf.to_yaml(told)
         with _lead_run(plan.layout, started, text, script, cfg.placement.timeout_s) as world:
             return train(cfg, plan, world)
 
@@ -97,7 +101,7 @@ def join(train: Train, script: str) -> int:
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.create(text)))
         assert isinstance(cfg, TrainConfig)
         quiet_libraries()
-        plan = make_plan(cfg)
+        plan = make_plan(cfg, checkpoint=False)
         if world.role is Role.DRAFTER:
             train(cfg, plan, world)
         else:

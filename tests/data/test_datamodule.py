@@ -293,6 +293,7 @@ def test_every_checkpoint_resumes_exactly(name: str, tmp_path: Path):
 
     whole = fit(tmp_path, SaveAll(), **settings).seen
     batches = settings.get("limit_train_batches", 5)  # 11 rows, two at a time
+    batches -= batches % settings.get("accumulate_grad_batches", 1)  # whole steps
     assert [epoch for epoch, _, _ in whole] == [i // batches for i in range(len(whole))]
     assert len(saved) > len(whole)
     for path, done in saved:
@@ -363,3 +364,20 @@ def test_without_a_trainer_there_is_one_rank():
     data = RowDataModule(make_rows(5), make_rows(3), rows_per_batch=2, seed=0)
     assert sum(len(batch["row_ids"]) for batch in data.train_dataloader()) == len(data.train_dataloader()) * 2
     assert row_ids(data.val_dataloader())[0] == [0, 1]
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1000, 4), (65, 2), (64, 2), (7, 1)])
+def test_a_step_has_the_same_rows_for_any_number_of_ranks(rows: int, size: int) -> None:
+    """If ranks times accumulation is the same, whether or not that divides an epoch."""
+
+    def steps(ranks: int, accumulate: int) -> list[set[int]]:
+        dealt = []
+        for rank in range(ranks):
+            order = RowOrder(rows, size, shuffle=True, seed=3, replicas=ranks, rank=rank, accumulate=accumulate)
+            order.set_epoch(2)
+            dealt.append(np.array(list(order)).reshape(-1, accumulate * size))
+        return [set(np.concatenate(parts).tolist()) for parts in zip(*dealt, strict=True)]
+
+    first = steps(4, 1)
+    assert first == steps(2, 2) == steps(1, 4)
+    assert len(first) == max(rows // (4 * size), 1)

@@ -26,7 +26,9 @@ def test_drafter_ranks_compile_in_turn_and_then_no_more(tmp_path: Path) -> None:
         DFLASH_LIT_COMPILE_CACHE=str(tmp_path / "compiled"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    made = re.findall(r"^compile, rank (\d): train: .* (\d+) graphs, cache: (\d+) hits, (\d+) misses$", done.stderr, re.M)
+    made = re.findall(
+        r"^compile, rank (\d) \(drafter, host 0\): train: .* (\d+) graphs, cache: (\d+) hits, (\d+) misses$", done.stderr, re.M
+    )
     assert [rank for rank, *_ in made] == ["0", "1"]  # one after the other
     (_, graphs, _, missed), (_, same, hits, misses) = made
     assert graphs == same == "3"

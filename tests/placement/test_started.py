@@ -9,7 +9,7 @@ import pytest
 
 from dflash_lit.errors import UserError
 from dflash_lit.placement.layout import Layout
-from dflash_lit.placement.started import DrafterEnvironment, Started, child_environment, free_port, how_started
+from dflash_lit.placement.started import DrafterEnvironment, Started, child_environment, how_started
 
 LAUNCHERS = ("SLURM", "TORCHELASTIC", "MASTER_", "DFLASH_LIT_")
 OTHERS = {"RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -71,7 +71,7 @@ def test_by_hand_on_the_second_of_two_hosts(environment: pytest.MonkeyPatch) -> 
 def test_by_us(environment: pytest.MonkeyPatch) -> None:
     """Whatever else is set: torchrun or SLURM may have started the process that started this one."""
     set_all(environment, {**SLURM, "SLURM_NTASKS": "2"})
-    for name, value in child_environment(Started("hand", host=1, address="10.0.0.1"), 3, 29400).items():
+    for name, value in child_environment(Started("hand", host=1), 3, "10.0.0.1", 29400).items():
         environment.setenv(name, value)
     started = how_started()
     assert started == Started("us", host=1, local_rank=3, address="10.0.0.1", port=29400)
@@ -199,11 +199,7 @@ def test_a_target_has_no_place_there() -> None:
 
 def test_a_child_inherits_the_rest(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    made = child_environment(Started("hand"), 1, 4711)
+    made = child_environment(Started("hand"), 1, "127.0.0.1", 4711)
     assert made["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert made["PATH"] == os.environ["PATH"]
     assert all(isinstance(value, str) for value in made.values())
-
-
-def test_a_free_port_is_one() -> None:
-    assert 1024 <= free_port() <= 65535

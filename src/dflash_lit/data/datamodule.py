@@ -78,17 +78,30 @@ class RowOrder(DistributedSampler[int]):
         seed: of the shuffle.
         replicas: ranks that share the rows.
         rank: of this one.
+        accumulate: batches of an optimizer step; a shuffled order leaves out an incomplete step in the same way, so that a step
+            has the same rows for any number of replicas with which ``replicas * accumulate`` is the same.
     """
 
     def __init__(
-        self, rows: int, rows_per_batch: int, *, shuffle: bool, seed: int = 0, replicas: int = 1, rank: int = 0
+        self,
+        rows: int,
+        rows_per_batch: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        replicas: int = 1,
+        rank: int = 0,
+        accumulate: int = 1,
     ) -> None:
         super().__init__(range(rows), num_replicas=replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         self.rows = rows
         self.rows_per_batch = rows_per_batch
         self.ahead = 0  # how far the Trainer's count of epochs is ahead of the data's; see RowLoader
         whole, rest = divmod(rows, rows_per_batch * replicas)
-        self.batches = whole if shuffle and whole else whole + (rest > 0)
+        if shuffle and whole >= accumulate:
+            self.batches = whole - whole % accumulate
+        else:
+            self.batches = whole if shuffle and whole else whole + (rest > 0)
 
     def __iter__(self) -> Iterator[int]:
         # Not torch's or Python's global generator: the order must not depend on what else has drawn from it.
@@ -237,6 +250,7 @@ class RowDataModule(lightning.LightningDataModule):
             # The Trainer's world is that of the drafters; without a Trainer there is one rank.
             replicas=self.trainer.world_size if self.trainer else 1,
             rank=self.trainer.global_rank if self.trainer else 0,
+            accumulate=self.trainer.accumulate_grad_batches if self.trainer else 1,
         )
         pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return RowLoader(RowDataset(rows), batch_size=self.rows_per_batch, sampler=order, pin_memory=pin)

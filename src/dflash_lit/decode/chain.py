@@ -21,7 +21,17 @@ from dflash_lit.decode.cache import ContextCache
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.target.frozen import TargetEnds
 
-__all__ = ["Decoded", "DecodingTarget", "Reader", "choose", "decode_chain", "decode_plain", "one_block_attention"]
+__all__ = [
+    "Decoded",
+    "DecodingTarget",
+    "Reader",
+    "choose",
+    "decode_chain",
+    "decode_plain",
+    "draft_logits",
+    "one_block_attention",
+    "until_end",
+]
 
 
 @dataclass(frozen=True)
@@ -54,19 +64,45 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
     return flat.view(logits.shape[:-1])
 
 
-def one_block_attention(causal: bool) -> Attend:
-    """Attention of a single block over a cached context, all of which it sees."""
+def until_end(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
+    """``tokens`` up to the first that ends a response, that one included."""
+    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in eos_ids), tokens)
+
+
+def one_block_attention(causal: bool, present: Tensor | None = None) -> Attend:
+    """Attention of a single block over a cached context, all of which it sees, or what is ``present``: bool [R, S]."""
 
     def attend(queries: Tensor, context: ContextKV, block: ContextKV) -> Tensor:
         keys = torch.cat([context[0], block[0]], dim=2)
         values = torch.cat([context[1], block[1]], dim=2)
         mask = None
-        if causal:
+        if causal or present is not None:
             size, total = queries.shape[2], keys.shape[2]
-            mask = torch.ones(size, total, dtype=torch.bool, device=queries.device).tril(total - size)
+            mask = torch.ones(size, total, dtype=torch.bool, device=queries.device)
+            if causal:
+                mask = mask.tril(total - size)
+            if present is not None:
+                mask = mask & F.pad(present, (0, size), value=True)[:, None, None]
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
     return attend
+
+
+def draft_logits(
+    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
+) -> Tensor:
+    """What the drafter thinks of the tokens after the anchors: logits [R, B-1, V] of slots 1..B-1.
+
+    Args:
+        anchors: int64 [R] tokens; ``places``: int64 [R] where they stand, right after everything that was verified.
+    """
+    config = drafter.config
+    block = torch.full((len(anchors), config.block_size), config.mask_token_id, device=anchors.device)
+    block[:, 0] = anchors
+    noise = F.embedding(block, ends.embed).to(drafter.fc.weight.dtype)
+    hidden = drafter.draft(noise, slot_tokens(places, config.block_size), context, attend)
+    # Slot k stands for the token k after the anchor: the drafts of slots 1.. follow it directly.
+    return F.linear(hidden[:, 1:].to(ends.head.dtype), ends.head)
 
 
 class Reader(Protocol):
@@ -161,14 +197,9 @@ def decode_chain(
     anchor = choose(logits[:, -1], temperature, generator)  # [1]
     ids, rounds = [int(anchor)], []
     while len(ids) < max_new_tokens and ids[-1] not in target.eos_ids:
-        # The anchor stands right after everything that was verified.
-        places = slot_tokens(torch.tensor([state.length], device=target.device), config.block_size)
-        block = torch.full((1, config.block_size), config.mask_token_id, device=target.device)
-        block[:, 0] = anchor
-        hidden = drafter.draft(F.embedding(block, ends.embed).to(dtype), places, cache.views(), attend)
-        # Slot k stands for token places[k]: the drafts of slots 1.. follow the anchor directly.
-        block[:, 1:] = F.linear(hidden[:, 1:].to(ends.head.dtype), ends.head).argmax(dim=-1)
-
+        place = torch.tensor([state.length], device=target.device)
+        drafts = draft_logits(drafter, ends, anchor, place, cache.views(), attend).argmax(dim=-1)
+        block = torch.cat([anchor[:, None], drafts], dim=1)
         logits, features = state.read(block)
         assert features is not None
         chosen = choose(logits, temperature, generator)
@@ -176,11 +207,7 @@ def decode_chain(
         state.forget(config.block_size - 1 - accepted)
         remember(features[:, : accepted + 1], state.length - accepted - 1)
         anchor = chosen[:, accepted]
-        new = [*block[0, 1 : accepted + 1].tolist(), int(anchor)]
-        for place, token in enumerate(new):
-            if token in target.eos_ids:
-                new = new[: place + 1]
-                break
+        new = until_end([*block[0, 1 : accepted + 1].tolist(), int(anchor)], target.eos_ids)
         ids += new
         rounds.append(len(new))
     return Decoded(ids[:max_new_tokens], rounds, time.perf_counter() - started)

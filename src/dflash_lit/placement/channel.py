@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -32,6 +34,9 @@ _FOREVER = timedelta(days=1000)
 
 _HEADER, _BODY, _ANSWER_SIZE, _ANSWER, _DATA = 1, 2, 3, 4, 5  # tags
 _ROWS, _CALL, _GOODBYE = 1, 2, 3  # kinds of requests
+
+_POLL_S = 0.0002
+"""Between looks for what comes over NCCL."""
 
 _KEPT = 64
 """Messages on the control group that a rank has sent and not waited for yet. Older ones were taken long ago."""
@@ -79,24 +84,46 @@ class Pending:
 
     Args:
         arrival: over gloo, done when they are there.
+        check: raises if the run has failed meanwhile.
     """
 
     def __init__(
-        self, works: list[dist.Work], buffers: list[Tensor], device: torch.device, arrival: Future[None] | None = None
+        self,
+        works: list[dist.Work],
+        buffers: list[Tensor],
+        device: torch.device,
+        arrival: Future[None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._works, self._buffers, self._device, self._arrival = works, buffers, device, arrival
+        self._check = check
 
     def arrived(self) -> bool:
         return self._arrival.done() if self._arrival else all(work.is_completed() for work in self._works)
 
     def take(self) -> list[Tensor]:
-        """The tensors on the drafter's device. Over gloo the host waits for them; over NCCL only the device's stream does."""
+        """The tensors on the drafter's device, once they are there.
+
+        The host waits, as for any loader, and not for what the device computes: receives are on a stream of their own. Would it
+        only put a wait in line, it went on until the device's queue is full; a launch that then blocks can hold up all threads of
+        this process, those of its watch among them.
+        """
         if self._arrival:
             self._arrival.result()
         else:
+            while not self.arrived():
+                self._check()
+                time.sleep(_POLL_S)
             for work in self._works:
                 work.wait()
-        buffers, self._buffers, self._works = self._buffers, [], []  # a loader still holds this when it asks for the next, and no batch with it
+            for buffer in self._buffers:
+                if buffer.is_cuda:  # made on the stream of the receives
+                    buffer.record_stream(torch.cuda.current_stream(self._device))
+        buffers, self._buffers, self._works = (
+            self._buffers,
+            [],
+            [],
+        )  # a loader still holds this when it asks for the next, and no batch with it
         return [buffer.to(self._device, non_blocking=True) for buffer in buffers]
 
 
@@ -143,7 +170,7 @@ class Channel:
     def __init__(self, world: World, device: torch.device, transport: Literal["nccl", "gloo"]) -> None:
         self.layout: Layout = world.layout
         self.rank = world.layout.local_rank(world.rank)
-        self.device, self.transport = device, transport
+        self.device, self.transport, self._watch = device, transport, world.watch
         size, name = self.layout.ranks_per_host, f"host/{world.host}"
         self._control = world.group(f"{name}/control", self.rank, size, _FOREVER)
         if transport == "nccl":
@@ -196,14 +223,17 @@ class Channel:
         """
         self._send(target, _ROWS, rows.contiguous(), *rows.shape[1:])
         nccl = self.transport == "nccl"
-        buffers = [
-            torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            if nccl
-            else torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self.device.type == "cuda")
-            for spec in wanted
-        ]
-        works = [self._data.recv([_bytes(buffer)], target, _DATA) for buffer in buffers]
-        return Pending(works, buffers, self.device, self._arrivals.of(works) if self._arrivals else None)
+        # Not on the stream that computes: a receive waits for what is in line there, and with it the targets that send.
+        with nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
+            buffers = [
+                torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                if nccl
+                else torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self.device.type == "cuda")
+                for spec in wanted
+            ]
+            works = [self._data.recv([_bytes(buffer)], target, _DATA) for buffer in buffers]
+        arrival = self._arrivals.of(works) if self._arrivals else None
+        return Pending(works, buffers, self.device, arrival, self._watch.check)
 
     def call(self, target: int, function: Any, *arguments: Any) -> None:
         """Let a target call ``function(its target, *arguments)``; :meth:`answer` gives what it returns, call by call.
@@ -254,7 +284,9 @@ class Channel:
     def send_features(self, drafter: int, tensors: Sequence[Tensor], most: int) -> None:
         """Send what a request asked for. At most ``most`` tensors are on their way at a time; else this waits for the oldest."""
         for tensor in tensors:
-            ready = tensor.contiguous() if self.transport == "nccl" else tensor.cpu().contiguous()
+            ready = tensor.contiguous()
+            if self.transport == "gloo" and ready.is_cuda:
+                ready = torch.empty_like(ready, device="cpu", pin_memory=True).copy_(ready)
             self._sent.append((self._data.send([_bytes(ready)], drafter, _DATA), ready))
         self._trim(most)
 

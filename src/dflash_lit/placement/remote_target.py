@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dflash_lit.errors import UserError
 from dflash_lit.placement.channel import Channel, Pending, TensorSpec
 from dflash_lit.placement.flow import DeviceTimer
 from dflash_lit.placement.target_worker import each_of, forget, open_reader, read
@@ -55,7 +56,7 @@ class RemoteTarget:
         self.layer_ids = tuple(layer_ids)
         self._world, self._channel = world, channel
         self._targets = [world.layout.local_rank(rank) for rank in world.layout.targets_of_host(world.host)]
-        facts = world.told(f"target/{world.layout.targets_of_host(world.host)[0]}")
+        facts = _facts_of_all(world, info)
         self.fingerprint: str = facts["fingerprint"]
         self.eos_ids: tuple[int, ...] = tuple(facts["eos_ids"])
         self._requests = itertools.count()
@@ -148,6 +149,23 @@ class RemoteTarget:
         while self._asked:
             self._taken(next(iter(self._asked.values())))
         self._channel.goodbye()
+
+
+def _facts_of_all(world: World, info: TargetInfo) -> dict[str, Any]:
+    """What all targets of the run say of themselves, once they have read their weights.
+
+    Raises:
+        UserError: if they are not the same model.
+    """
+    ranks = [rank for host in range(world.layout.hosts) for rank in world.layout.targets_of_host(host)]
+    facts = {rank: world.told(f"target/{rank}") for rank in ranks}
+    for rank in ranks:
+        if facts[rank] != facts[ranks[0]]:
+            raise UserError(
+                f"target.path={info.path!r}: {world.layout.who(rank)} has read another model there than "
+                f"{world.layout.who(ranks[0])}; put the same files on all hosts"
+            )
+    return facts[ranks[0]]
 
 
 class RemoteReader:

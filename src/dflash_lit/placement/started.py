@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,7 +115,7 @@ def how_started() -> Started:
     return Started("hand", number("NODE_RANK", 0), 0, address, port)
 
 
-def child_environment(started: Started, local_rank: int, port: int) -> dict[str, str]:
+def child_environment(started: Started, local_rank: int, address: str, port: int) -> dict[str, str]:
     """Environment of a process that we start on this host."""
     # Lightning looks at these before there is a Trainer, to tell whether it may print.
     ours = {"LOCAL_RANK": str(local_rank), "NODE_RANK": str(started.host)}
@@ -125,15 +124,9 @@ def child_environment(started: Started, local_rank: int, port: int) -> dict[str,
         **ours,
         _LOCAL_RANK: str(local_rank),
         _HOST: str(started.host),
-        "MASTER_ADDR": started.address,
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class DrafterEnvironment(ClusterEnvironment):

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -26,10 +27,15 @@ from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.placement.children import Children, die_with_parent, ignore_stops, outlive_parent
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout, Role
-from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment, free_port
+from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment
 from dflash_lit.placement.watch import Watch, beats_of, client
 
 __all__ = ["World", "follow", "lead"]
+
+_NO_LIMIT = timedelta(days=1000)
+"""Of collectives."""
+
+_RANK_0_FIRST_S = 1.5
 
 _START_S = 300.0
 """For a process to start, import and reach the store; hosts of a cluster begin at different times."""
@@ -132,8 +138,12 @@ class World:
 
     def start_drafter_group(self, device: torch.device) -> None:
         """Make the default process group: the drafters alone, so that all of Lightning's collectives are right."""
+        # The watch ends a run that hangs, and names who hangs. torch's own limits would end those who wait for a long validation on
+        # rank 0, and NCCL's error handling would abort the partners of a rank that has failed before its name is known.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            timeout=_NO_LIMIT,
             store=dist.PrefixStore("drafters", self.store),
             rank=self.drafter_rank,
             world_size=self.layout.drafter_world,
@@ -173,6 +183,11 @@ class World:
             RankError: instead of ``error``, unless that is meant for the user of this very process.
         """
         failure = self.watch.behind(error)
+        if failure is None and self.rank != 0 and isinstance(error, Exception):
+            # What all drafters meet with at once, such as a checkpoint that is refused, is for rank 0 to say.
+            deadline = time.monotonic() + _RANK_0_FIRST_S
+            while (failure := self.watch.failure) is None and time.monotonic() < deadline:
+                time.sleep(0.05)
         if failure is None:
             said = " ".join("; ".join([str(error), *getattr(error, "__notes__", ())]).split())[:600]
             if not isinstance(error, Exception):
@@ -248,23 +263,31 @@ def lead(layout: Layout, started: Started, config: str, *, command: list[str], t
         UserError: if whoever started this process has started another number of them than the layout has.
     """
     _check(layout, started)
-    many_hosts = layout.hosts > 1
-    port = started.port or (29500 if many_hosts else free_port())
+    address = started.address
     if agent_store():
-        store: dist.Store = client(started.address, port, _START_S)
+        port = started.port
+        store: dist.Store = client(address, port, _START_S)
     else:
-        store = dist.TCPStore(
-            started.address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_S)
-        )
-        port = store.port
+        listening: dict[str, Any] = {}
+        if started.starts_others and layout.hosts == 1:
+            # Nobody else is to join: the store, which tells the others what to run, listens to this host alone.
+            address, door = "127.0.0.1", socket.create_server(("127.0.0.1", started.port))
+            port = door.getsockname()[1]
+            listening = {"master_listen_fd": door.detach()}
+        else:
+            port = started.port or 29500
+        limit = timedelta(seconds=_START_S)
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, **listening)
     run = f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     children = None
     if started.starts_others:
         children = Children(0)
-    world = World(layout, started, store, run=run, address=started.address, port=port, timeout_s=timeout_s, children=children)
+    world = World(layout, started, store, run=run, address=address, port=port, timeout_s=timeout_s, children=children)
     world.tell("config", {"text": config, "layout": [layout.targets, layout.drafters, layout.hosts], "timeout_s": timeout_s})
     if children is not None:
-        children.start(command, {local: child_environment(started, local, port) for local in range(1, layout.ranks_per_host)})
+        children.start(
+            command, {local: child_environment(started, local, address, port) for local in range(1, layout.ranks_per_host)}
+        )
     return world
 
 
@@ -305,7 +328,10 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         parent=parent,
     )
     if children is not None:
-        children.start(command, {local: child_environment(started, local, port) for local in range(1, layout.ranks_per_host)})
+        children.start(
+            command,
+            {local: child_environment(started, local, started.address, port) for local in range(1, layout.ranks_per_host)},
+        )
     return world, facts["text"]
 
 
@@ -316,7 +342,7 @@ def _check(layout: Layout, started: Started) -> None:
             f"placement.targets={layout.targets} on placement.hosts={layout.hosts} are {layout.world}: start "
             f"{layout.ranks_per_host} a host"
         )
-    if started.by == "hand" and layout.hosts > 1 and not (started.port and "MASTER_ADDR" in os.environ):
+    if started.by == "hand" and layout.hosts > 1 and not (started.port and {"MASTER_ADDR", "NODE_RANK"} <= set(os.environ)):
         raise UserError(
             f"placement.hosts={layout.hosts}: set MASTER_ADDR and MASTER_PORT on every host to an address and free port of host 0, "
             "and NODE_RANK to 0, 1, ..., or start the run by torchrun or SLURM"
