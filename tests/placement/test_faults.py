@@ -28,10 +28,12 @@ LONG = [
     "trainer.val_every=2",
     "trainer.log_every_n_steps=1",
     "+callbacks.progress.lines=100000",
+    "evaluation.temperatures=[0]",
+    "evaluation.max_new_tokens=8",
 ]
 SPLIT = ("placement=split", "placement.targets=1")
-SOON = 12.0
-"""Seconds to the end of everything where a failure is seen at once. Most of them are a busy machine's."""
+SOON = 29.0
+"""Seconds to the end of everything; on a machine that is not busy it takes three where a failure is seen at once."""
 STALE = 8.0
 """``placement.timeout_s`` here."""
 
@@ -169,8 +171,8 @@ def test_a_killed_target_and_then_of_the_resumed_run_a_killed_drafter(shelf: Pat
 
 
 def test_rank_0_killed(shelf: Path) -> None:
-    """Another process of its host has to speak. One that is not so far yet just ends."""
-    with live(shelf, *SPLIT, "placement.drafters=2") as run:
+    """Another process of its host has to speak."""
+    with live(shelf, "placement.drafters=2") as run:
         run.until("step 3/")
         os.kill(run.pid(0), signal.SIGKILL)
         run.ended(SOON, -signal.SIGKILL)
@@ -191,7 +193,7 @@ def test_a_stopped_rank(shelf: Path, overrides: tuple[str, ...], local_rank: int
     with live(shelf, *overrides, f"placement.timeout_s={STALE}") as run:
         run.until("step 3/")
         os.kill(run.pid(local_rank), signal.SIGSTOP)
-        assert run.ended(STALE + SOON, code) > STALE - 1
+        assert run.ended(SOON, code) > STALE - 1
         assert run.errors() == [f"error: {error}: it is stopped, or its host is gone"]
         assert "Traceback" not in run.said()
         if local_rank:
@@ -203,7 +205,7 @@ def test_a_stopped_rank(shelf: Path, overrides: tuple[str, ...], local_rank: int
     [
         (SPLIT, "forward:1", "rank 1 (target, host 0)"),
         (("placement.drafters=2",), "step:0", "rank 0 (drafter, host 0)"),
-        ((*SPLIT, "placement.drafters=2"), "callback:1", "rank 1 (drafter, host 0)"),
+        (("placement.drafters=2",), "callback:1", "rank 1 (drafter, host 0)"),
     ],
     ids=["target", "rank 0's step", "a callback on rank 1"],
 )
@@ -230,7 +232,7 @@ def test_a_lost_host(shelf: Path, signum: signal.Signals, overrides: tuple[str, 
         run.until("step 3/")
         os.killpg(run.hosts[1].pid, signum)
         began = time.monotonic()
-        assert run.hosts[0].wait(STALE + SOON) == 1
+        assert run.hosts[0].wait(SOON) == 1
         assert time.monotonic() - began > STALE - 1
         assert run.errors() == [f"error: {who} not been heard of for 8 s: it is stopped, or its host is gone"]
         assert "Traceback" not in run.said()
@@ -262,7 +264,7 @@ def test_ctrl_c_then_sigterm_then_to_the_end(shelf: Path) -> None:
         assert not run.errors()
         assert "Traceback" not in run.said()
         run.leaves_no_rows()
-    with live(shelf, *drafters, f"ckpt_path={run.checkpoint}") as again:
+    with live(shelf, "placement.drafters=2", f"ckpt_path={run.checkpoint}") as again:  # targets may move in between
         assert int(again.until(r"step (\d+)/")[1]) == last + 1
         os.kill(again.pid(0), signal.SIGTERM)
         again.ended(SOON, 143)
@@ -289,7 +291,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_step_that_hangs(shelf: Path) -> Non
     with live(shelf, *SPLIT) as run:
         run.until("step 3/")
         os.kill(run.pid(1), signal.SIGSTOP)
-        time.sleep(1)
+        time.sleep(3)  # until what has been served already is used up
         os.killpg(run.pid(0), signal.SIGINT)
         run.until("once more to stop at once", within=10)
         os.killpg(run.pid(0), signal.SIGINT)

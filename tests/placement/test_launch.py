@@ -89,13 +89,17 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 @pytest.fixture(autouse=True)
 def nothing_is_left(shelf: Shelf) -> Iterator[None]:
     """By any test: no process, and no file outside the folders that it was told."""
-    before = set(ROOT.iterdir()) | set((ROOT / "outputs").glob("*"))
+    before = visible()
     yield
     deadline = time.monotonic() + 10
     while shelf.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert shelf.processes() == []
-    assert set(ROOT.iterdir()) | set((ROOT / "outputs").glob("*")) == before
+    assert visible() <= before
+
+
+def visible() -> set[Path]:
+    return {path for folder in (ROOT, ROOT / "outputs") for path in folder.glob("[!.]*")}
 
 
 def train(*overrides: str) -> list[str]:
@@ -186,7 +190,7 @@ def own_errors(said: str) -> list[str]:
 
 def test_torchrun_with_another_number_of_processes(shelf: Shelf) -> None:
     began = time.monotonic()
-    (done,) = shelf.run((torchrun(2, "placement=split", "placement.targets=2"), {}))
+    (done,) = shelf.run((torchrun(2, "placement=split", "placement.targets=2", f"hydra.run.dir={shelf.folder / 'no'}"), {}))
     assert own_errors(done.stderr) == [
         "error: torchrun has started 2 processes, 2 a host, but placement.drafters=1 + placement.targets=2 are 3: start 3 a host"
     ]
@@ -204,7 +208,7 @@ def test_torchrun_with_another_number_of_processes(shelf: Shelf) -> None:
     ids=["wrong key", "sweep"],
 )
 def test_slurm_tasks_end_with_rank_0_where_there_is_no_run(shelf: Shelf, overrides: tuple[str, ...], says: str) -> None:
-    done = shelf.run(*slurm(2, *overrides))
+    done = shelf.run(*slurm(2, *overrides, f"hydra.sweep.dir={shelf.folder / 'no'}"))
     assert [process.returncode for process in done] == [2, 2], done[0].stderr
     assert len(own_errors(done[0].stderr)) == 1
     assert says in done[0].stderr

@@ -119,11 +119,8 @@ class Pending:
             for buffer in self._buffers:
                 if buffer.is_cuda:  # made on the stream of the receives
                     buffer.record_stream(torch.cuda.current_stream(self._device))
-        buffers, self._buffers, self._works = (
-            self._buffers,
-            [],
-            [],
-        )  # a loader still holds this when it asks for the next, and no batch with it
+        # A loader still holds this when it asks for the next, and no batch with it.
+        buffers, self._buffers, self._works = self._buffers, [], []
         return [buffer.to(self._device, non_blocking=True) for buffer in buffers]
 
 

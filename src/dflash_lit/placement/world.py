@@ -260,7 +260,7 @@ def lead(layout: Layout, started: Started, config: str, *, command: list[str], t
         timeout_s: a rank not heard of for so long ends the run.
 
     Raises:
-        UserError: if whoever started this process has started another number of them than the layout has.
+        UserError: if there are to be several hosts, and the environment does not say where they meet.
     """
     _check(layout, started)
     address = started.address
@@ -336,12 +336,6 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
 
 
 def _check(layout: Layout, started: Started) -> None:
-    if started.processes is not None and started.processes != layout.world:
-        raise UserError(
-            f"{started.by} has started {started.processes} processes, but placement.drafters={layout.drafters} + "
-            f"placement.targets={layout.targets} on placement.hosts={layout.hosts} are {layout.world}: start "
-            f"{layout.ranks_per_host} a host"
-        )
     if started.by == "hand" and layout.hosts > 1 and not (started.port and {"MASTER_ADDR", "NODE_RANK"} <= set(os.environ)):
         raise UserError(
             f"placement.hosts={layout.hosts}: set MASTER_ADDR and MASTER_PORT on every host to an address and free port of host 0, "
