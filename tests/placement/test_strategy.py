@@ -91,7 +91,8 @@ def test_a_group_of_one_drafter_trains_as_one_alone(embedded: FrozenTarget, worl
         )
         trainer.fit(module, train_dataloaders=RowDataModule(rows, rows, 2, 0).train_dataloader())
         losses.append(float(trainer.callback_metrics["train/loss"]))
-    assert losses[0] == losses[1]
+    # To the last bit with one thread; several add in an order that depends on where the gradients lie, here in DDP's buckets.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert [look.synced for look in looks] == [None, False]  # embedding and head are sent to nobody
     assert [look.asks for look in looks] == [True, False]  # and no batch waits to hear of signals
 
