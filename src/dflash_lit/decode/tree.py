@@ -22,7 +22,7 @@ from dflash_lit.decode.chain import Decoded, DecodingTarget, Reader, choose, dra
 from dflash_lit.decode.tree_cache import RowsCache
 from dflash_lit.drafter.model import Drafter
 
-# Private: the candidates have to be those of the teacher-forced metric; tests/decode/test_tree.py compares the two.
+# Private: the candidates have to be those of the teacher-forced metric; tests/decode/test_tree_decoding.py compares the two.
 from dflash_lit.objective.tree import _pairs
 
 __all__ = [
