@@ -95,7 +95,7 @@ class PlacementSection:
     drafters: int = 1  # processes a host that train, data-parallel
     targets: int = 0  # processes a host that hold the target, of a split run
     hosts: int = 1
-    prefetch: int = 2  # requests for features in flight while a drafter trains on a batch
+    prefetch: Optional[int] = None  # requests in flight while a drafter trains on a batch: targets / drafters, and one more
     share: bool = False  # let target ranks share GPUs with others where there are too few (slow)
     timeout_s: float = 15.0  # a process not heard of for so long ends the run
 

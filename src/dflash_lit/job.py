@@ -372,7 +372,9 @@ class Job:
         layer_ids = self.plan.drafter.target_layer_ids
         if isinstance(target, RemoteTarget):
             assert self.world is not None
-            return SplitStrategy(self.world, self.device, target, prefetch=self.cfg.placement.prefetch)
+            chosen = self.cfg.placement.prefetch
+            prefetch = self.plan.layout.prefetch if chosen is None else chosen
+            return SplitStrategy(self.world, self.device, target, prefetch=prefetch)
         if self.world is not None:
             return DrafterGroupStrategy(self.world, self.device, target, layer_ids, teacher=self.teacher)
         return ColocatedStrategy(target, layer_ids, self.device, teacher=self.teacher)

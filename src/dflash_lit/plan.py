@@ -179,7 +179,7 @@ def _layout(placement: PlacementSection) -> Layout:
         raise UserError(
             f"placement.targets={placement.targets}: colocated drafters have their target in their own process; use placement=split"
         )
-    if placement.prefetch < 0:
+    if placement.prefetch is not None and placement.prefetch < 0:
         raise UserError(f"placement.prefetch={placement.prefetch}: must be at least 0")
     if not 2 <= placement.timeout_s < math.inf:
         raise UserError(f"placement.timeout_s={placement.timeout_s:g}: must be at least 2 seconds")

@@ -84,6 +84,11 @@ def test_nobody_is_missing(numbers: tuple[int, int, int], says: str) -> None:
         Layout(*numbers)
 
 
+@pytest.mark.parametrize(("targets", "drafters", "wanted"), [(1, 1, 2), (1, 2, 2), (3, 2, 3), (2, 1, 3), (3, 1, 4), (5, 3, 3)])
+def test_requests_in_flight_are_enough_for_the_targets(targets: int, drafters: int, wanted: int) -> None:
+    assert Layout(targets, drafters).prefetch == wanted
+
+
 def test_what_is_not_there_is_a_defect() -> None:
     layout = Layout(2, 1)
     for wrong in (

@@ -68,6 +68,11 @@ class Layout:
         """Processes that Lightning sees."""
         return self.hosts * self.drafters
 
+    @property
+    def prefetch(self) -> int:
+        """Requests for a drafter to keep in flight so that none of its targets waits for one: docs/performance.md."""
+        return -(-self.targets // self.drafters) + 1
+
     def physical_rank(self, host: int, local: int) -> int:
         if not (0 <= host < self.hosts and 0 <= local < self.ranks_per_host):
             raise ValueError(f"no local rank {local} on host {host} in {self}")
