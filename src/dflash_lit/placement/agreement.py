@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
@@ -19,7 +17,7 @@ class Agreement:
     """
 
     def __init__(self, world: World) -> None:
-        self._group = world.group("agreement", world.drafter_rank, world.layout.drafter_world, timedelta(days=1000))
+        self._group = world.group("agreement", world.drafter_rank, world.layout.drafter_world)
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._value = torch.zeros(1, dtype=torch.int64)

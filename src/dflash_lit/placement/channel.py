@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -25,12 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash_lit.placement.layout import Layout
-from dflash_lit.placement.world import World
+from dflash_lit.placement.world import NO_LIMIT, World
 
 __all__ = ["Call", "Channel", "Goodbye", "Pending", "Rows", "TensorSpec"]
-
-# Waiting for a request has no limit: a drafter may compile, validate or save. The watch ends what hangs.
-_FOREVER = timedelta(days=1000)
 
 _HEADER, _BODY, _ANSWER_SIZE, _ANSWER, _DATA = 1, 2, 3, 4, 5  # tags
 _ROWS, _CALL, _GOODBYE = 1, 2, 3  # kinds of requests
@@ -169,16 +165,16 @@ class Channel:
         self.rank = world.layout.local_rank(world.rank)
         self.device, self.transport, self._watch = device, transport, world.watch
         size, name = self.layout.ranks_per_host, f"host/{world.host}"
-        self._control = world.group(f"{name}/control", self.rank, size, _FOREVER)
+        self._control = world.group(f"{name}/control", self.rank, size)
         if transport == "nccl":
             # Absent from builds without CUDA, so not imported above.
             options = dist.ProcessGroupNCCL.Options()
             # Private, and the only way to give one to a group made by hand; tests/gpu/test_split_gpu.py runs over it.
-            options._timeout = _FOREVER
+            options._timeout = NO_LIMIT
             store = dist.PrefixStore(f"{name}/data", world.store)
             self._data: Any = dist.ProcessGroupNCCL(store, self.rank, size, options)
         else:
-            self._data = world.group(f"{name}/data", self.rank, size, _FOREVER)
+            self._data = world.group(f"{name}/data", self.rank, size)
         self._aside = torch.cuda.Stream(device) if transport == "nccl" else None
         self._arrivals = None if transport == "nccl" else _Arrivals()
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()

@@ -30,12 +30,13 @@ from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment
 from dflash_lit.placement.watch import Watch, beats_of, client
 
-__all__ = ["World", "follow", "lead"]
+__all__ = ["NO_LIMIT", "World", "follow", "lead"]
 
-_NO_LIMIT = timedelta(days=1000)
-"""Of collectives."""
+NO_LIMIT = timedelta(days=1000)
+"""Of waits for other ranks: one may compile, validate or save. The watch ends what hangs."""
 
 _RANK_0_FIRST_S = 1.5
+"""For rank 0 to say what all drafters have met with at once."""
 
 _START_S = 300.0
 """For a process to start, import and reach the store; hosts of a cluster begin at different times."""
@@ -75,7 +76,6 @@ class World:
         self.children = children
         self.flow = Flow()
         self.ended = False
-        self._run = run
         self._cleanups: list[Callable[[], object]] = []
         if self.rank == 0:
             beats_of(layout, dist.PrefixStore("watch", self.store))
@@ -132,9 +132,9 @@ class World:
             pause = min(1.5 * pause, 0.25)
         return json.loads(self.store.get(name))
 
-    def group(self, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    def group(self, name: str, rank: int, size: int) -> Any:
         """A ``ProcessGroupGloo`` of its own, unknown to torch.distributed's default one. Its stubs lack most methods."""
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, timeout)
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, NO_LIMIT)
 
     def start_drafter_group(self, device: torch.device) -> None:
         """Make the default process group: the drafters alone, so that all of Lightning's collectives are right."""
@@ -143,7 +143,7 @@ class World:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            timeout=_NO_LIMIT,
+            timeout=NO_LIMIT,
             store=dist.PrefixStore("drafters", self.store),
             rank=self.drafter_rank,
             world_size=self.layout.drafter_world,
@@ -209,10 +209,9 @@ class World:
         if self.rank == 0:
             for rank in range(1, self.layout.world):
                 self.told(f"done/{rank}")
-            self.watch.leave()
         else:
             self.tell(f"done/{self.rank}", True)
-            self.watch.leave()
+        self.watch.leave()
         if self.children is not None and not self.children.wait(self.timeout_s):
             print("some processes of this run did not end by themselves and are killed", file=sys.stderr)
         self._end()
