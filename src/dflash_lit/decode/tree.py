@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.decode.chain import Decoded, DecodingTarget, Reader, choose, draft_logits, one_block_attention, until_end
 from dflash_lit.decode.tree_cache import RowsCache
 from dflash_lit.drafter.model import Drafter
-
-# Private: the candidates have to be those of the teacher-forced metric; tests/decode/test_tree_decoding.py compares the two.
-from dflash_lit.objective.tree import _pairs
+from dflash_lit.objective.tree import frontier_pairs
+from dflash_lit.target.frozen import TargetEnds
 
 __all__ = [
     "Path",
@@ -35,6 +35,7 @@ __all__ = [
     "build_tree",
     "decode_tree",
     "decode_tree_batch",
+    "draft_tree",
 ]
 
 
@@ -76,7 +77,7 @@ def build_tree(log_probs: Tensor, token_ids: Tensor, budget: int) -> Tree:
     if budget < 1:
         raise ValueError(f"budget={budget}: a tree has at least one node")
     (_, depths, candidates), device = log_probs.shape, log_probs.device
-    first, second = _pairs(budget, candidates, device)
+    first, second = frontier_pairs(budget, candidates, device)
     # Of each depth: its best prefixes, their last tokens, and where their parents stand among the prefixes of all depths.
     scores, tokens = [log_probs[:, 0, :budget]], [token_ids[:, 0, :budget]]
     parents = [torch.zeros_like(tokens[0])]
@@ -155,6 +156,25 @@ def accept(tree: Tree, chosen: Tensor) -> Path:
     rows.scatter_(1, places, torch.arange(places.shape[1], device=places.device).expand_as(places))
     rows = rows[:, :-1]
     return Path(rows, chosen.gather(1, rows), accepted.sum(dim=1))
+
+
+def draft_tree(
+    drafter: Drafter,
+    ends: TargetEnds,
+    anchors: Tensor,
+    places: Tensor,
+    context: Sequence[ContextKV],
+    attend: Attend,
+    budget: int,
+) -> Tree:
+    """One pass of the drafter, and the tree of its ``budget`` most probable prefixes.
+
+    Args:
+        anchors: int64 [R] tokens; ``places``: int64 [R] where they stand, right after everything that was verified.
+    """
+    log_probs = draft_logits(drafter, ends, anchors, places, context, attend).float().log_softmax(dim=-1)
+    best = log_probs.topk(min(budget, log_probs.shape[-1]), dim=-1)
+    return build_tree(best.values, best.indices, budget)
 
 
 class TreeReader(Reader, Protocol):
@@ -246,9 +266,7 @@ def decode_tree_batch(
         # Each anchor stands right after everything of its text that was verified.
         places = torch.tensor(state.lengths, device=device)
         attend = one_block_attention(config.causal, cache.present())
-        log_probs = draft_logits(drafter, ends, anchors, places, cache.views(), attend).float().log_softmax(dim=-1)
-        best = log_probs.topk(min(budget, log_probs.shape[-1]), dim=-1)
-        tree = build_tree(best.values, best.indices, budget)
+        tree = draft_tree(drafter, ends, anchors, places, cache.views(), attend, budget)
 
         tokens = torch.cat([anchors[:, None], tree.tokens], dim=1)
         logits, features = state.read_tree(tokens, F.pad(tree.depths, (1, 0)), ancestor_mask(tree))

@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["accepted_in_tree", "path_scores", "tree_thresholds"]
+__all__ = ["accepted_in_tree", "frontier_pairs", "path_scores", "tree_thresholds"]
 
 
 @lru_cache(maxsize=16)
-def _pairs(budget: int, candidates: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def frontier_pairs(budget: int, candidates: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Indices (i, r) with (i + 1)(r + 1) <= budget; kept on the device, as each copy to it would be waited for.
 
     With both lists sorted, the pair (i, r) has at least (i + 1)(r + 1) - 1 pairs that are no smaller: others never matter.
@@ -52,7 +52,7 @@ def tree_thresholds(top_log_probs: Tensor, budgets: Sequence[int]) -> Tensor:
     blocks, depths, candidates = top_log_probs.shape
     frontier = top_log_probs[:, 0, :largest]
     everything = frontier
-    first, second = _pairs(largest, candidates, top_log_probs.device)
+    first, second = frontier_pairs(largest, candidates, top_log_probs.device)
     for depth in range(1, depths):
         known = first < frontier.shape[1]
         sums = frontier[:, first.clamp(max=frontier.shape[1] - 1)] + top_log_probs[:, depth][:, second]
