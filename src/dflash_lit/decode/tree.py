@@ -10,7 +10,7 @@ Rows of the verify pass: 0 is the anchor, ``n + 1`` is node ``n`` of the tree.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -223,6 +223,7 @@ def decode_tree_batch(
     *,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
+    draft: Callable[..., Tree] = draft_tree,
 ) -> list[Decoded]:
     """Decode several prompts at once, each of its own length; a response that has ended waits for the others.
 
@@ -233,6 +234,7 @@ def decode_tree_batch(
         prompts: each of at least one token id.
         max_new_tokens: the responses are cut there (or end with an end token).
         budget: nodes of a tree, the anchor not counted; the target verifies ``budget + 1`` tokens of each prompt a pass.
+        draft: makes the trees, with the arguments of :func:`draft_tree`.
 
     Returns:
         a response for each prompt; ``seconds`` from the start of all to its end.
@@ -266,7 +268,7 @@ def decode_tree_batch(
         # Each anchor stands right after everything of its text that was verified.
         places = torch.tensor(state.lengths, device=device)
         attend = one_block_attention(config.causal, cache.present())
-        tree = draft_tree(drafter, ends, anchors, places, cache.views(), attend, budget)
+        tree = draft(drafter, ends, anchors, places, cache.views(), attend, budget)
 
         tokens = torch.cat([anchors[:, None], tree.tokens], dim=1)
         logits, features = state.read_tree(tokens, F.pad(tree.depths, (1, 0)), ancestor_mask(tree))

@@ -133,27 +133,9 @@ def bits_per_byte(model: Qwen3ForCausalLM, stream: Tensor, size: int, length: in
     return nll / predicted / math.log(2) * len(stream) / size
 
 
-def build(args: argparse.Namespace) -> dict[str, float | int | str]:
-    torch.manual_seed(args.seed)
-    random.seed(args.seed)
-    torch.set_float32_matmul_precision("high")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    started = time.monotonic()
-
-    train_files, held_files = collect(args.stdlib, args.packages, args.max_files)
-    print(
-        f"{len(train_files)} files to train on ({sum(len(f.text) for f in train_files) / 1e6:.0f} MB), {len(held_files)} held out"
-    )
-    sample = random.sample(train_files, min(len(train_files), 4000))
-    tokenizer = train_tokenizer([file.text for file in sample], args.vocabulary)
-    train = encode(tokenizer, random.sample(train_files, len(train_files))).to(device)
-    held = encode(tokenizer, held_files).to(device)
-    held_bytes = sum(len(file.text.encode()) + 1 for file in held_files)
-    print(
-        f"{len(train) / 1e6:.1f} M training tokens, {held_bytes / len(held):.2f} bytes a token, {time.monotonic() - started:.0f} s"
-    )
-
-    config = Qwen3Config(
+def model_config(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3Config:
+    """The model's config by ``args`` of :func:`options`."""
+    return Qwen3Config(
         vocab_size=args.vocabulary,
         hidden_size=args.hidden,
         intermediate_size=args.intermediate,
@@ -168,6 +150,16 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
         pad_token_id=tokenizer.pad_token_id,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
+
+
+def train_model(tokenizer: PreTrainedTokenizerFast, train: Tensor, args: argparse.Namespace) -> tuple[Any, int]:
+    """A new model, trained for ``args.minutes`` on the token stream ``train``, on its device; and how many tokens it saw.
+
+    Args:
+        args: of :func:`options`.
+    """
+    device = train.device
+    config = model_config(tokenizer, args)
     model: Any = Qwen3ForCausalLM(config).to(device)  # type: ignore[arg-type]
     feature_layer = args.layers - 3  # the last layer a drafter may read
     lookahead = Lookahead(args.hidden, args.lookahead).to(device)
@@ -213,7 +205,30 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
             if step == 0:
                 begin = time.monotonic()  # compilation is not training
         step += 1
+    return model, step * args.rows * 512
 
+
+def build(args: argparse.Namespace) -> dict[str, float | int | str]:
+    torch.manual_seed(args.seed)
+    random.seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    started = time.monotonic()
+
+    train_files, held_files = collect(args.stdlib, args.packages, args.max_files)
+    print(
+        f"{len(train_files)} files to train on ({sum(len(f.text) for f in train_files) / 1e6:.0f} MB), {len(held_files)} held out"
+    )
+    sample = random.sample(train_files, min(len(train_files), 4000))
+    tokenizer = train_tokenizer([file.text for file in sample], args.vocabulary)
+    train = encode(tokenizer, random.sample(train_files, len(train_files))).to(device)
+    held = encode(tokenizer, held_files).to(device)
+    held_bytes = sum(len(file.text.encode()) + 1 for file in held_files)
+    print(
+        f"{len(train) / 1e6:.1f} M training tokens, {held_bytes / len(held):.2f} bytes a token, {time.monotonic() - started:.0f} s"
+    )
+
+    model, seen = train_model(tokenizer, train, args)
     model.to(torch.bfloat16).eval()
     score = bits_per_byte(model, held, held_bytes)
     out = Path(args.out)
@@ -224,7 +239,7 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
         "held_out_bits_per_byte": round(score, 4),
         "held_out_bytes": held_bytes,
         "bytes_per_token": round(held_bytes / len(held), 3),
-        "training_tokens_seen": step * args.rows * 512,
+        "training_tokens_seen": seen,
         "training_bytes": sum(len(file.text) for file in train_files),
         "parameters": sum(p.numel() for p in model.parameters()),
         "lookahead": args.lookahead,
@@ -236,7 +251,8 @@ def build(args: argparse.Namespace) -> dict[str, float | int | str]:
     return facts
 
 
-def main(argv: list[str] | None = None) -> None:
+def options() -> argparse.ArgumentParser:
+    """The recipe's settings, with those of the embedded target as defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to write (Hugging Face layout)")
     parser.add_argument("--minutes", type=float, default=4.3, help="training time")
@@ -254,7 +270,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=256, help="windows of 512 tokens a step")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
-    facts = build(parser.parse_args(argv))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    facts = build(options().parse_args(argv))
     for name, value in facts.items():
         print(f"{name:24} {value}")
 
