@@ -213,3 +213,17 @@ def test_mask_token_without_a_reserved_one(tmp_path: Path) -> None:
         planned(f"target.path={tmp_path}")
     edit("config.json", vocab_size=640)
     assert planned(f"target.path={tmp_path}").drafter.mask_token_id == 512
+
+
+def test_the_experiment_for_trees_trains_soft_labels_and_keeps_the_best_tree() -> None:
+    cfg = configured("+experiment=ddtree")
+    objective = make_plan(cfg).objective
+    assert (objective.labels, objective.weights, objective.temperature) == ("soft", "dpace", cfg.data.temperature)
+    assert cfg.callbacks["checkpoint"]["monitor"] == "val/tree_eal@64"
+    assert 64 in cfg.evaluation.tree_budgets
+    assert configured("+experiment=ddtree", "objective.weights=tree_survival").objective.weights == "tree_survival"
+
+
+def test_a_wrong_floor_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"objective\.floor=0: "):
+        planned("objective=tree_survival", "objective.floor=0")

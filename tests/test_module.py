@@ -92,7 +92,7 @@ def weights_of(module: DrafterModule) -> Tensor:
 # -- one denominator
 
 
-@pytest.mark.parametrize("weights", ["decay", "dpace"])
+@pytest.mark.parametrize("weights", ["decay", "dpace", "tree_survival"])
 def test_the_gradient_is_the_same_for_any_accumulation(embedded: FrozenTarget, tmp_path: Path, weights: str) -> None:
     results = []
     for rows_per_batch, accumulate in ((4, 1), (2, 2), (1, 4)):
@@ -101,6 +101,8 @@ def test_the_gradient_is_the_same_for_any_accumulation(embedded: FrozenTarget, t
         fitter.fit(module, rows_of(UNEVEN, rows_per_batch))
         assert len(watch.gradients) == 2
         results.append((watch, weights_of(module)))
+        if weights == "tree_survival":  # of all rows of the first step, to be used by the second
+            assert float(module.floor_ratio) not in (0.0, 1.0)
     (one, end), *others = results
     assert one.losses[0] != one.losses[1]
     for watch, weight in others:
@@ -216,6 +218,19 @@ def test_resuming_is_exact(embedded: FrozenTarget, tmp_path: Path, whole: tuple[
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+def test_resuming_goes_on_with_the_mixture_of_weights(embedded: FrozenTarget, tmp_path: Path) -> None:
+    losses = []
+    for folder, resumed in ((tmp_path / "a", None), (tmp_path / "b", str(tmp_path / "a" / "step=2.ckpt"))):
+        watch = Watch()
+        keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+        fitter = trainer(embedded, folder, enable_checkpointing=True, callbacks=[watch, keep], max_steps=4)
+        fitter.fit(
+            build(embedded, weights="tree_survival", labels="hard"), rows_of(UNEVEN, 2), ckpt_path=resumed, weights_only=True
+        )
+        losses.append(watch.losses)
+    assert losses[1] == losses[0][2:]
+
+
 def test_a_checkpoint_holds_the_drafter_alone(whole: tuple[Path, Any]) -> None:
     folder, (module, *_) = whole
     saved = torch.load(folder / "step=6.ckpt", weights_only=True)
@@ -283,5 +298,7 @@ def test_a_checkpoint_from_before_soft_labels_resumes(embedded: FrozenTarget) ->
     for name in ("labels", "temperature", "capacity"):
         saved["objective"] = {key: value for key, value in saved["objective"].items() if key != name}
     module.on_load_checkpoint({"hyper_parameters": saved})
+    with pytest.raises(UserError, match=r"objective\.weights=dpace, this run tree_survival"):
+        build(embedded, weights="tree_survival").on_load_checkpoint({"hyper_parameters": saved})
     with pytest.raises(UserError, match=r"objective\.labels=hard, this run soft"):
         build(embedded, labels="soft").on_load_checkpoint({"hyper_parameters": saved})

@@ -55,9 +55,13 @@ class ObjectiveSection:
     labels: str = "hard"  # hard (the target's text) | soft (forward KL to the target's distribution)
     temperature: Optional[float] = None  # of the target's distribution: that of the responses (1 if they are greedy)
     capacity: float = 1.0  # share of the slots whose loss a GPU computes; labels beyond it are left out and counted
-    weights: str = "decay"  # decay | dpace
+    weights: str = "decay"  # decay | dpace | tree_survival
     gamma: Optional[float] = None  # suits the block size
     alpha: float = 0.5  # D-PACE's floor
+    tree_budget: int = 64  # nodes of the tree in which tree_survival wants the text to stay
+    tree_temperature: float = 2.0  # nats around the tree's edge that count
+    floor: float = 0.3  # share of the weight that does not depend on the tree
+    floor_weights: str = "decay"  # decay | dpace
     chunk_slots: int = 4096  # slots whose logits exist at a time
     use_reentrant: bool = False  # form of gradient checkpointing
 

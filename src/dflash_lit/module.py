@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -98,6 +99,10 @@ class DrafterModule(L.LightningModule):
         self.val_accuracy = Ratios(slots)
         self.val_survival = Ratios(slots)
         self._window: Tensor | None = None
+        self.floor_ratio: Tensor
+        if self.objective.top:
+            # Of the step before; part of the checkpoint, so that a resumed run goes on with the same weights.
+            self.register_buffer("floor_ratio", torch.ones(()))
 
     @property
     def head(self) -> Tensor:
@@ -158,10 +163,11 @@ class DrafterModule(L.LightningModule):
             top: log-probabilities to keep of each slot, for the lengths of draft trees.
         """
         objective = self.objective
-        options: dict[str, Any] = {"top": top, "chunk_slots": objective.chunk_slots}
+        options: dict[str, Any] = {"top": max(top, objective.top), "chunk_slots": objective.chunk_slots}
         if objective.labels == "soft":
             options |= {"teacher": self._teacher(batch["last_hidden"], blocks), "temperature": objective.temperature}
-        arguments = (hidden, self.head, blocks.labels.flatten(0, 1), blocks.label_ok.flatten(0, 1), objective.weigh)
+        weigh = partial(objective.weigh, floor_ratio=self.floor_ratio) if objective.top else objective.weigh
+        arguments = (hidden, self.head, blocks.labels.flatten(0, 1), blocks.label_ok.flatten(0, 1), weigh)
         if fused_available(hidden.device):
             # Imported where it is needed: a machine without Triton trains too.
             from dflash_lit.objective.fused_head import fused_head_loss
@@ -242,11 +248,18 @@ class DrafterModule(L.LightningModule):
         complete = (blocks.label_ok.flatten(0, 1) & (result.rank < self.head.shape[0])).all(dim=-1)
         length = ((accepted_lengths(result.hit) + 1) * complete).sum()
         counts = [length.float(), complete.sum().float(), result.dropped.float()]
-        sums = torch.stack([result.numerator.detach(), result.denominator, *counts])
+        sums = torch.stack([result.numerator.detach(), result.denominator, *counts, *self._weight_sums(result, blocks)])
         self._window = sums if self._window is None else self._window + sums
         # Lightning divides by the accumulation; this sum must not be. The unit keeps gradients of a usual size until
         # on_before_optimizer_step puts the true denominator in.
         return result.numerator * (self.trainer.accumulate_grad_batches * self._unit(batch))
+
+    def _weight_sums(self, result: HeadResult, blocks: Blocks) -> list[Tensor]:
+        """Those of tree survival's weights and of its floor's; none for weights that are not mixed."""
+        if not self.objective.top:
+            return []
+        counted = blocks.label_ok.flatten(0, 1) & (result.rank < self.head.shape[0])
+        return [weights.sum() for weights in self.objective.parts(torch.exp(-result.nll), counted, result.top)]
 
     def _unit(self, batch: Batch) -> float:
         return 1.0 / (batch["input_ids"].shape[0] * self.anchors)
@@ -267,6 +280,9 @@ class DrafterModule(L.LightningModule):
         for parameter in self.drafter.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+        if self.objective.top:
+            # No block near its tree's edge: the floor is all there is, whatever the factor.
+            self.floor_ratio.copy_(torch.where(total[5] > 0, total[6] / total[5], 1.0))
         self.log("train/loss", total[0] / denominator)
         self.log("train/chain_eal", total[2] / total[3].clamp(min=1))
         if self.objective.capacity < 1:
@@ -343,7 +359,11 @@ class DrafterModule(L.LightningModule):
         # Chunking and the form of checkpointing change memory, not results.
         standard = Objective().to_dict()  # of checkpoints from before a field was added
         names = ["labels", "weights", "gamma", "alpha", "capacity"]
-        for name in [*names, "temperature"] if self.objective.labels == "soft" else names:
+        if self.objective.labels == "soft":
+            names.append("temperature")
+        if self.objective.weights == "tree_survival":
+            names += ["tree_budget", "tree_temperature", "floor", "floor_weights"]
+        for name in names:
             then = saved["objective"].get(name, standard[name])
             compared[f"objective.{name}"] = (then, self.objective.to_dict()[name])
         compared |= {

@@ -6,7 +6,7 @@ Only the target's config and tokenizer are read here. Every impossible combinati
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -239,16 +239,7 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         raise UserError(f"drafter.init_from={cfg.drafter.init_from!r}: no such folder; give that of an exported drafter")
     if not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed}: must lie in 0..{2**32 - 1}")
-    objective = Objective(
-        labels=cfg.objective.labels,
-        temperature=_teacher_temperature(cfg),
-        capacity=cfg.objective.capacity,
-        weights=cfg.objective.weights,
-        gamma=cfg.objective.gamma,
-        alpha=cfg.objective.alpha,
-        chunk_slots=cfg.objective.chunk_slots,
-        use_reentrant=cfg.objective.use_reentrant,
-    )
+    objective = Objective(**(asdict(cfg.objective) | {"temperature": _teacher_temperature(cfg)}))
     device = _device(cfg.trainer.accelerator)
     visible = torch.cuda.device_count() if device.type == "cuda" else None
     of_local = devices(layout, visible, share=cfg.placement.share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,7 @@ def wrapped(inner: Exception) -> Exception:
         lambda: RuntimeError(
             f"in a subprocess:\nFileNotFoundError: [Errno 2] No such file or directory: '{cache_dir()}/a' -> 'b'"
         ),
+        lambda: wrapped(ValueError("@jit functions should be defined in a Python file")),  # Triton's, of a source that has gone
     ],
 )
 def test_a_missing_file_of_the_cache_is_tried_again(error: Callable[[], BaseException]) -> None:
@@ -202,6 +204,22 @@ def test_whatever_is_raised_while_the_cache_is_deleted_is_tried_again(delete: Ca
     assert failing.calls == 2
 
 
+def test_a_deletion_that_is_under_way_counts() -> None:
+    """Folders are deleted file by file: the file that a compile needed may be gone before the others."""
+    deletion = threading.Timer(0.3, lambda: shutil.rmtree(cache_dir()))
+    failing = Failing(1, ValueError, deletion.start)
+    assert surviving_deletion(failing) == str(cache_dir())
+    assert failing.calls == 2
+
+
+def test_what_the_user_can_mend_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_lit.compilation.cache.DELETING_S", 60.0)
+    failing = Failing(1, lambda: UserError("drafter.anchors=0: must be positive"))
+    with pytest.raises(UserError):
+        surviving_deletion(failing)
+    assert failing.calls == 1
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -211,7 +229,8 @@ def test_whatever_is_raised_while_the_cache_is_deleted_is_tried_again(delete: Ca
         KeyboardInterrupt,
     ],
 )
-def test_other_errors_are_raised_at_once(error: Callable[[], BaseException]) -> None:
+def test_other_errors_are_raised(error: Callable[[], BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_lit.compilation.cache.DELETING_S", 0.1)
     failing = Failing(1, error)
     with pytest.raises(type(error())):
         surviving_deletion(failing)

@@ -38,7 +38,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
-def suffix_sums(probability: Tensor, ok: Tensor) -> Tensor:
+def suffix_sums(probability: Tensor, ok: Tensor, top: Tensor | None = None) -> Tensor:
     """Weights in which every slot depends on all later ones, and whose first slot of a block may be 0."""
     weights = (probability * ok).flip(-1).cumsum(-1).flip(-1)
     return torch.where(probability[:, :1] > 0.01, weights, 0.0) * ok
@@ -90,7 +90,7 @@ class Case:
         if soft:
             log_p = (self.teacher.double() @ self.head.double().T / temperature).log_softmax(-1)
             loss = torch.where(self.ok, (log_p.exp() * (log_p - log_q)).sum(-1), 0.0)
-        weights = weigh(torch.exp(-nll.detach()).float(), self.ok).double()
+        weights = weigh(torch.exp(-nll.detach()).float(), self.ok, None).double()
         return (weights * loss).sum(), weights.sum(), nll.detach()
 
     def gradient(self, numerator: Tensor) -> Tensor:
@@ -208,6 +208,15 @@ def test_tree_lengths_from_both() -> None:
     assert (lengths > 0).any()
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_weights_may_depend_on_the_largest_log_probabilities(soft: bool) -> None:
+    case, objective = Case(blocks=6, slots=4, vocab=150), Objective(weights="tree_survival", tree_budget=9)
+    settings: dict[str, Any] = {"soft": soft, "top": objective.top}
+    got = case.fused(objective.weigh, chunk_slots=5, **settings)
+    check_same(case, got, case.eager(objective.weigh, **settings))
+    assert got.denominator != case.fused(WEIGHS["decay"], **settings).denominator
+
+
 def test_ties_go_to_the_smaller_id() -> None:
     case = Case(1, 4, vocab=70)
     case.ok[:] = True
@@ -251,7 +260,7 @@ def test_impossible_tokens(soft: bool) -> None:
     assert got.nll[1, 1] == torch.inf
     assert got.rank[1, 1] == 69 + 3  # after the possible ones, 3, 70 and 71
     check_same(case, got, case.eager(soft=soft))
-    got = case.fused(lambda probability, ok: (probability > 0).float(), soft=soft)
+    got = case.fused(lambda probability, ok, top: (probability > 0).float(), soft=soft)
     assert got.numerator.isfinite()
     assert (case.gradient(got.numerator)[1, 1] == 0).all()
 
@@ -272,10 +281,10 @@ def test_a_token_that_only_the_drafter_excludes_costs_infinitely_much() -> None:
 @pytest.mark.parametrize("soft", [False, True])
 def test_weights_without_a_label_or_below_zero_count_nothing(soft: bool) -> None:
     case = Case()
-    everywhere = lambda probability, ok: torch.ones_like(probability)  # noqa: E731
+    everywhere = lambda probability, ok, top: torch.ones_like(probability)  # noqa: E731
     check_same(case, case.fused(everywhere, soft=soft), case.eager(everywhere, soft=soft))
     assert (case.gradient(case.fused(everywhere, soft=soft).numerator)[~case.ok] == 0).all()
-    negative = lambda probability, ok: torch.where(probability > 0.01, -1.0, 1.0) * ok  # noqa: E731
+    negative = lambda probability, ok, top: torch.where(probability > 0.01, -1.0, 1.0) * ok  # noqa: E731
     check_same(case, case.fused(negative, soft=soft), case.eager(negative, soft=soft))
 
 

@@ -52,6 +52,26 @@ def test_chunks_add_up_to_the_reference(objective: Objective, reentrant: bool, c
     assert not result.denominator.requires_grad
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("chunk_slots", [1, 2 * SLOTS + 1, 10_000])
+def test_weights_may_depend_on_the_largest_log_probabilities(reentrant: bool, chunk_slots: int) -> None:
+    objective = Objective(weights="tree_survival", tree_budget=6, floor_weights="dpace")
+    hidden, head, labels, ok = case()
+    hidden.requires_grad_()
+    result = head_loss(
+        hidden, head, labels, ok, objective.weigh, top=objective.top, chunk_slots=chunk_slots, use_reentrant=reentrant
+    )
+    log_q = (hidden.double() @ head.double().T).log_softmax(-1)
+    nll = -log_q.gather(-1, labels[..., None])[..., 0]
+    top = torch.where(ok[..., None], log_q.sort(dim=-1, descending=True).values, -torch.inf).detach().float()
+    weights = objective.weigh(torch.exp(-nll.detach()).float(), ok, top).double()
+    assert len(weights[ok].unique()) > SLOTS  # of each block its own
+    torch.testing.assert_close(result.numerator.double(), (weights * nll).sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.denominator.double(), weights.sum(), rtol=1e-5, atol=0)
+    expected = torch.autograd.grad((weights * nll).sum(), hidden)[0]
+    torch.testing.assert_close(gradient(result, hidden), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_hits_are_right_argmaxes_with_a_label() -> None:
     hidden, head, labels, ok = case()
     labels[0] = (hidden[0] @ head.T).argmax(-1)
@@ -111,7 +131,7 @@ def test_the_gradient_of_soft_labels_is_q_minus_p() -> None:
     hidden.requires_grad_()
     teacher = random(BLOCKS, SLOTS, HIDDEN, seed=9)
     teacher[~ok] = torch.nan  # anything where there is no label
-    result = head_loss(hidden, head, labels, ok, lambda _, ok: ok.float(), teacher=teacher)
+    result = head_loss(hidden, head, labels, ok, lambda _, ok, top: ok.float(), teacher=teacher)
     difference = (hidden @ head.T).softmax(-1) - (teacher @ head.T).softmax(-1)
     expected = torch.where(ok[..., None], difference @ head, 0.0)
     torch.testing.assert_close(gradient(result, hidden), expected, rtol=1e-4, atol=1e-5)
@@ -160,12 +180,12 @@ def test_a_weight_of_zero_takes_an_impossible_label_out() -> None:
     labels[labels == 7] = 8
     labels[2, 3] = 7
     hidden.requires_grad_()
-    result = head_loss(hidden, head, labels, ok, lambda probability, _: (probability > 0).float())
+    result = head_loss(hidden, head, labels, ok, lambda probability, *_: (probability > 0).float())
     assert result.nll[2, 3] == torch.inf
     assert result.rank[2, 3] == VOCAB - 1
     assert result.numerator.isfinite()
     assert gradient(result, hidden).isfinite().all()
-    assert head_loss(hidden, head, labels, ok, lambda _, ok: ok.float()).numerator == torch.inf
+    assert head_loss(hidden, head, labels, ok, lambda _, ok, top: ok.float()).numerator == torch.inf
 
 
 def test_autocast_changes_nothing() -> None:

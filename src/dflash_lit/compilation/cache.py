@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 # What Inductor and Triton read, each time they need it.
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+# How long a deletion may take that has begun when a compile fails by it.
+DELETING_S = 2.0
 # The modules whose code becomes part of a graph.
 GRAPHS = ("attention/*.py", "drafter/*.py", "objective/*.py", "target/compiled_layers.py", "target/packed_attention.py")
 # No other folder is ever deleted: somebody may have chosen a root that holds more.
@@ -210,7 +212,9 @@ def surviving_deletion(function: Callable[[], Result], attempts: int = 5) -> Res
             try:
                 return function()
             except Exception as error:
-                if attempt == attempts or not (watch.deleted() or _names_missing_file(error, folders)):
+                if attempt == attempts or isinstance(error, UserError):
+                    raise
+                if not (_names_missing_file(error, folders) or watch.deleted_within(DELETING_S)):
                     raise
                 log.warning("the compile cache %s was deleted during a compile: attempt %d", folders[0], attempt + 1)
         _forget_files()
@@ -262,6 +266,13 @@ class _Watch:
         for file in self._files:
             file.unlink(missing_ok=True)
 
+    def deleted_within(self, seconds: float) -> bool:
+        """Waits for it: a folder is deleted file by file, and the file that was needed may have gone before those of this watch."""
+        end = time.monotonic() + seconds
+        while not self.deleted() and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.deleted()
+
     def deleted(self) -> bool:
         self._deleted = self._deleted or not all(file.exists() for file in self._files)
         return self._deleted
@@ -275,7 +286,11 @@ def _names_missing_file(error: BaseException, folders: Folders) -> bool:
     gone = "|".join(re.escape(os.strerror(code)) for code in (errno.ENOENT, errno.ESTALE))
     inside = "|".join(re.escape(f"{folder}{os.sep}") for folder in folders)
     # As Python says it, and as g++, ld and dlopen do. "CACHE/x.cpp:1:10: fatal error: omp.h: No such file" is another matter.
-    says = re.compile(rf"(?:{gone}): '(?:{inside})|(?:{inside})[^\s:]*: (?:cannot open shared object file: )?(?:{gone})")
+    # And as Triton says it of a kernel whose source cannot be read: ours are in files, so it is one that Inductor wrote.
+    says = re.compile(
+        rf"(?:{gone}): '(?:{inside})|(?:{inside})[^\s:]*: (?:cannot open shared object file: )?(?:{gone})"
+        r"|@jit functions should be defined in a Python file"
+    )
     return any(says.search(str(link)) for link in _chain(error))
 
 

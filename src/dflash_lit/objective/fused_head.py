@@ -314,10 +314,10 @@ def fused_head_loss(
             hidden, head, torch.where(kept, labels, -1), places, teacher, 1 / temperature, top, chunk_slots, with_gradient
         )
         nll = nll.view_as(labels)
-        weights = weigh(torch.exp(-nll), kept).contiguous()
+        top_values = None if best is None else best.view(*labels.shape, top)
+        weights = weigh(torch.exp(-nll), kept, top_values).contiguous()
         numerator = torch.where(weights == 0, 0.0, weights * loss.view_as(labels)).sum()
         dropped = label_ok.sum() - kept.sum()
     if gradient is not None:
         numerator = _WithGradient.apply(hidden, numerator, gradient, places, weights)
-    top_values = None if best is None else best.view(*labels.shape, top)
     return HeadResult(numerator, weights.sum(), nll, rank.view_as(labels), top_values, dropped)

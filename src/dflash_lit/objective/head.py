@@ -20,10 +20,11 @@ from dflash_lit.objective.tree import accepted_in_tree, path_scores, tree_thresh
 
 __all__ = ["HeadResult", "Weigh", "check_settings", "fused_available", "head_loss", "tree_lengths"]
 
-Weigh = Callable[[Tensor, Tensor], Tensor]
-"""(label probability fp32 [M, B - 1], label_ok bool [M, B - 1]) -> weights fp32 [M, B - 1], without gradient.
+Weigh = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(label probability fp32 [M, B - 1], label_ok bool [M, B - 1], top) -> weights fp32 [M, B - 1], without gradient.
 
-A weight may depend on its whole block. Only positive ones count; where it is 0, not even an infinite loss does.
+``top`` are the K largest log-probabilities of each slot as in :class:`HeadResult`, None if the loss is to find none. A weight may
+depend on its whole block. Only positive ones count; where it is 0, not even an infinite loss does.
 """
 
 
@@ -100,16 +101,16 @@ def _chunk(
                 teacher_logits = F.linear(teacher, head).float() / temperature
             loss = torch.where(ok, _divergence(log_q, teacher_logits), 0.0)
         with torch.no_grad():
-            weights = weigh(torch.exp(-nll), ok)
+            best = None
+            if top:
+                best = log_q.topk(min(top, logits.shape[-1]), dim=-1).values
+                best = torch.where(ok[..., None], best, -torch.inf)
+            weights = weigh(torch.exp(-nll), ok, best)
             reached = logits.gather(-1, label)
             ids = torch.arange(logits.shape[-1], device=logits.device)
             before = (logits > reached) | ((logits == reached) & (ids < label))
             # Next to NaN nothing compares: that must not read as the first place.
             rank = torch.where(ok & ~nll.isnan(), before.sum(dim=-1, dtype=torch.int32), logits.shape[-1])
-            best = None
-            if top:
-                best = log_q.topk(min(top, logits.shape[-1]), dim=-1).values
-                best = torch.where(ok[..., None], best, -torch.inf)
         return torch.where(weights == 0, 0.0, weights * loss).sum(), weights.sum(), nll.detach(), rank, best
 
 
