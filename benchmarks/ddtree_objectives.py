@@ -177,9 +177,11 @@ class Run:
                     process.kill()
         for name, process in running.items():
             if process.returncode:
-                log = self.out / "logs" / f"{name}.log"
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-                raise SystemExit(f"{name} failed with {process.returncode}; the end of {log}:\n{tail}")
+                raise SystemExit(f"{name} failed with {process.returncode}; the end of its log:\n{self.tail(name)}")
+
+    def tail(self, name: str) -> str:
+        """The end of a log."""
+        return "\n".join((self.out / "logs" / f"{name}.log").read_text(errors="replace").splitlines()[-25:])
 
     def texts(self) -> None:
         """The target and the texts, as far as they are not there yet."""
@@ -195,8 +197,11 @@ class Run:
             self.wait(running)
             (folder / "prompts.done").touch()
             if warm is not None:
-                self.say({None: "warm-up: not ready", 0: "warm-up: done"}.get(warm.poll(), "warm-up: failed, see its log"))
-                if warm.poll() is None:
+                state = warm.poll()
+                self.say(
+                    {None: "warm-up: not ready", 0: "warm-up: done"}.get(state, f"warm-up: FAILED\n{self.tail('warm-up')}")
+                )
+                if state is None:
                     warm.kill()
             if (folder / "target.json").exists():
                 self.say((folder / "target.json").read_text().replace("\n", " "))

@@ -132,6 +132,7 @@ class Workbench:
             ).to(self.device)
         module = self._module
         module.objective, module.seed = Objective(**objective), job.seed
+        module.register_buffer("floor_ratio", torch.ones((), device=self.device))
         torch.manual_seed(job.seed)
         module.drafter.reset_parameters()
         if job.after is not None:
@@ -171,6 +172,7 @@ class Workbench:
             module.drafter.load_state_dict(state["drafter"])
             optimizer.load_state_dict(state["optimizer"])
             schedule.load_state_dict(state["schedule"])
+            module.floor_ratio.copy_(state["floor_ratio"])
             losses, seconds = list(state["losses"].unbind()), state["seconds"]
             first = len(losses)
         began = time.monotonic() - seconds
@@ -187,6 +189,9 @@ class Workbench:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
+            if module.objective.top:
+                tree, floor = module._weight_sums(result, blocks)
+                module.floor_ratio.copy_(torch.where(tree > 0, floor / tree, 1.0))
             losses.append(loss.detach())
             if step % 50 == 49:
                 # Read now and then: the host must not run so far ahead that the deadline passes unseen.
@@ -199,6 +204,7 @@ class Workbench:
                         "drafter": module.drafter.state_dict(),
                         "optimizer": optimizer.state_dict(),
                         "schedule": schedule.state_dict(),
+                        "floor_ratio": module.floor_ratio,
                         "losses": torch.stack(losses),
                         "seconds": seconds,
                     }
@@ -219,7 +225,6 @@ class Workbench:
         """Accepted lengths on the held-out texts, block by block: the same blocks for all drafters."""
         settings = self.settings
         local = LocalTarget(self.target, self.config.target_layer_ids, teacher=module.objective.labels == "soft")
-        module.eval()
         seed, module.seed = module.seed, 0
         texts: dict[str, list[str]] = {"chain": [], **{str(budget): [] for budget in settings.budgets}}
         nll: list[Tensor] = []

@@ -129,9 +129,12 @@ def test_objectives_of_a_seed_share_first_weights_and_batches(folder: Path) -> N
     assert not torch.equal(another["fc.weight"], weights["fc.weight"])
 
 
-def test_training_is_that_of_the_trainer(folder: Path) -> None:
+@pytest.mark.parametrize("objective", ["ce-dpace", "soft-mix-T2"])
+def test_training_is_that_of_the_trainer(folder: Path, objective: str) -> None:
     bench = Workbench.load(Settings.load(folder), folder)
-    settings, job = bench.settings, Job("scratch", "soft-dpace", 1, 4)
+    settings, job = bench.settings, Job("scratch", objective, 1, 4)
+    before = Job("scratch", "soft-tree-T2", 0, 3)
+    bench.train(before, bench.module(before))  # leaves nothing behind
     module = bench.module(job)
     first = {name: value.clone() for name, value in module.drafter.state_dict().items()}
     bench.train(job, module)
@@ -149,7 +152,7 @@ def test_training_is_that_of_the_trainer(folder: Path) -> None:
     product.drafter.load_state_dict(first)
     trainer = L.Trainer(
         accelerator="cpu",
-        strategy=ColocatedStrategy(bench.target, bench.config.target_layer_ids, teacher=True),
+        strategy=ColocatedStrategy(bench.target, bench.config.target_layer_ids, teacher=objective.startswith("soft")),
         max_steps=job.steps,
         max_epochs=-1,
         gradient_clip_val=1.0,
@@ -169,7 +172,7 @@ def test_training_is_that_of_the_trainer(folder: Path) -> None:
 
 def test_a_training_cut_off_by_the_deadline_goes_on(folder: Path) -> None:
     bench = Workbench.load(Settings.load(folder), folder)
-    job = Job("scratch", "soft-dpace", 0, 60)
+    job = Job("scratch", "soft-tree-T2", 0, 60)
     whole = bench.train(job, bench.module(job))
     weights = {name: value.clone() for name, value in bench.module(job).drafter.state_dict().items()}
     module = bench.module(job)
