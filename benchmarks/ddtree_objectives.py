@@ -62,7 +62,7 @@ def claim(folder: Path, job: Job) -> bool:
 
 
 def work(folder: Path, worker: int, deadline: float) -> int:
-    """Take jobs until there is none, or the time is over; 1 if one failed."""
+    """Take jobs until there is none, or the time is over; 1 if one failed, 3 if the device did."""
     import torch
     from objectives.training import Late, Workbench
 
@@ -117,7 +117,7 @@ def work(folder: Path, worker: int, deadline: float) -> int:
             (place / "failed").write_text(traceback.format_exc())
             append(records, {"kind": "failed", "job": job.name, "why": f"{type(error).__name__}: {error}"})
             if bench.device.type == "cuda" and "CUDA" in str(error) and not isinstance(error, torch.OutOfMemoryError):
-                return 1  # nothing works in this process from here on
+                return 3  # nothing works in this process from here on
             continue
         print(f"{job.name}: {time.time() - began:.1f} s, {seconds}", flush=True)
     return 1 if failed else 0
@@ -292,8 +292,8 @@ class Run:
                     self.say("the time is over")
                     break
                 for worker, process in enumerate(running):
-                    # A failed job is recorded and not tried again; a process that died takes up the others.
-                    if process.poll() not in (None, 0) and starts[worker] < 3 and time.time() + 60 < self.deadline:
+                    # A failed job is recorded and not tried again; for a process that died another one takes up the others.
+                    if process.poll() not in (None, 0, 1) and starts[worker] < 3 and time.time() + 60 < self.deadline:
                         self.say(f"worker {worker} ended with {process.returncode}: started again")
                         running[worker] = begin(worker)
                 if time.time() - last > 10:

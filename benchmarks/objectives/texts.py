@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from dflash_lit.data.documents import Document
 from dflash_lit.data.packing import PackedRows, pack
@@ -120,7 +119,6 @@ def build_target(settings: Settings, folder: Path) -> None:
 def choose_prompts(settings: Settings, folder: Path) -> None:
     """``folder/prompts.npz`` for a target that is there already: from the standard library, as the main job has it."""
     tokenizer = TargetInfo.load(settings.target or str(folder / "target")).tokenizer
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     sides = {}
     for side, count, held_out in (("train", settings.train_prompts, False), ("held", settings.held_prompts, True)):
         found = stdlib_prompts(tokenizer, count=count, prompt_tokens=settings.prompt_tokens, held_out=held_out, seed=0)
