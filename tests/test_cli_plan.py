@@ -79,6 +79,15 @@ def test_every_size_counts(capsys: pytest.CaptureFixture[str]) -> None:
         assert slow["tokens_per_s_of_a_rank"][role] == pytest.approx(1e12 / plain["flop_per_token"][role])
 
 
+def test_requests_in_flight_and_shared_gpus_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--target embedded --targets 3 --drafters 1"
+    assert answer(capsys, layout)["in_flight"]["prefetch"] == 4
+    assert answer(capsys, f"{layout} --prefetch 1")["in_flight"]["prefetch"] == 1
+    assert main(["plan", *layout.split(), "--gpus", "2"]) == 2
+    assert "placement.share=true" in capsys.readouterr().err
+    assert "verdict" in said(capsys, f"{layout} --gpus 2 --share")
+
+
 def test_small_models_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     base = "--target embedded --targets 1 --drafters 1 --target-rate 500"
     assert "\nnote      " in said(capsys, base)

@@ -227,3 +227,8 @@ def test_the_experiment_for_trees_trains_soft_labels_and_keeps_the_best_tree() -
 def test_a_wrong_floor_is_one_line() -> None:
     with pytest.raises(UserError, match=r"objective\.floor=0: "):
         planned("objective=tree_survival", "objective.floor=0")
+
+
+def test_noise_cannot_be_negative() -> None:
+    with pytest.raises(UserError, match=r"drafter\.feature_noise=-1: "):
+        planned("drafter.feature_noise=-1")

@@ -112,6 +112,21 @@ def test_the_gradient_is_the_same_for_any_accumulation(embedded: FrozenTarget, t
         torch.testing.assert_close(weight, end, rtol=1e-4, atol=2e-5)
 
 
+def test_feature_noise_is_the_rows_own_and_ends_with_training(embedded: FrozenTarget, tmp_path: Path) -> None:
+    """Equal for any accumulation, another each epoch, and none of it in validation."""
+    losses, validated = {}, {}
+    for name, rows_per_batch, accumulate, noise in (("one", 4, 1, 3.0), ("split", 1, 4, 3.0), ("none", 4, 1, 0.0)):
+        watch, module = Watch(), build(embedded, lr=0.0, feature_noise=noise)
+        settings = {"accumulate_grad_batches": accumulate, "val_check_interval": 2 * accumulate, "limit_val_batches": None}
+        fitter = trainer(embedded, tmp_path, max_steps=4, callbacks=[watch], check_val_every_n_epoch=None, **settings)
+        fitter.fit(module, rows_of(UNEVEN, rows_per_batch))
+        losses[name], validated[name] = watch.losses, float(fitter.callback_metrics["val/loss"])
+    assert losses["split"] == pytest.approx(losses["one"], rel=1e-5)
+    assert len(set(losses["one"])) == 4  # two epochs of two steps
+    assert all(abs(mine - none) > 1e-4 for mine, none in zip(losses["one"], losses["none"], strict=True))
+    assert validated["one"] == pytest.approx(validated["none"], rel=1e-6)
+
+
 @pytest.mark.parametrize(("weights", "labels"), [("decay", "hard"), ("dpace", "hard"), ("dpace", "soft")])
 def test_the_gradient_is_that_of_the_mean(embedded: FrozenTarget, tmp_path: Path, weights: str, labels: str) -> None:
     """The trainer's gradient against plain autograd on sum / sum over all rows of the step."""

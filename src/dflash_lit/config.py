@@ -45,6 +45,7 @@ class DrafterSection:
     causal: bool = False  # slots see only slots up to their own
     rope_parameters: dict[str, Any] = field(default_factory=dict)  # empty: the target's
     initializer_range: Optional[float] = None  # the target's, more below a width of 1024
+    feature_noise: float = 0.0  # uniform noise on the features while training, +- this; 0.05 is usual
     init_from: Optional[str] = None  # folder of an exported drafter to start from
     dense_limit_gib: float = 4.0  # refuse dense attention beyond this (CPU)
     compile: Optional[bool] = None  # on a GPU, where attention is never anything else

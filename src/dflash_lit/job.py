@@ -351,6 +351,7 @@ class Job:
             weight_decay=cfg.optimizer.weight_decay,
             warmup=cfg.optimizer.warmup,
             tree_budgets=list(cfg.evaluation.tree_budgets),
+            feature_noise=cfg.drafter.feature_noise,
             dense_limit_gib=cfg.drafter.dense_limit_gib,
             compile_on_cpu=bool(cfg.drafter.compile),
         )

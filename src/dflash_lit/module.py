@@ -22,6 +22,7 @@ from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise, slot
 from dflash_lit.drafter.compiled import CompiledDrafter
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
+from dflash_lit.drafter.noise import CompiledNoise, add_noise, noise_keys
 from dflash_lit.errors import UserError
 from dflash_lit.objective.config import Objective
 from dflash_lit.objective.head import HeadResult, fused_available, head_loss, tree_lengths
@@ -55,6 +56,8 @@ class DrafterModule(L.LightningModule):
         lr, betas, weight_decay: the optimizer's.
         warmup: share of the steps until the learning rate is full; then a cosine to zero.
         tree_budgets: budgets of ``val/tree_eal@...``.
+        feature_noise: amount of uniform noise on the features while training (:mod:`dflash_lit.drafter.noise`); what soft labels are
+            made of has none.
         dense_limit_gib: refuse dense attention over this size.
         compile_on_cpu: run the drafter through its graphs on a CPU, too (a GPU always does).
     """
@@ -73,6 +76,7 @@ class DrafterModule(L.LightningModule):
         weight_decay: float = 0.0,
         warmup: float = 0.04,
         tree_budgets: Sequence[int] = (16, 64, 256),
+        feature_noise: float = 0.0,
         dense_limit_gib: float = 4.0,
         compile_on_cpu: bool = False,
     ) -> None:
@@ -85,6 +89,7 @@ class DrafterModule(L.LightningModule):
         self.objective = Objective(**objective)
         self.drafter = Drafter(self.config)
         self._compiled = CompiledDrafter(self.drafter)  # nothing is compiled before the first call
+        self._compiled_noise = CompiledNoise()
         self._compile_on_cpu = compile_on_cpu
         self.register_buffer("embed", ends.embed.detach(), persistent=False)
         if ends.head is not ends.embed:
@@ -92,7 +97,7 @@ class DrafterModule(L.LightningModule):
         self.anchors, self.seed, self.tree_budgets = anchors, seed, tree_budgets
         self.optimizer_settings = {"lr": lr, "betas": (betas[0], betas[1]), "weight_decay": weight_decay}
         self.optimizer_kind = optimizer
-        self.warmup, self.dense_limit_gib = warmup, dense_limit_gib
+        self.warmup, self.dense_limit_gib, self.feature_noise = warmup, dense_limit_gib, feature_noise
 
         slots = self.config.block_size - 1
         self.val_means = Ratios(2 + len(tree_budgets))  # loss, chain length, tree lengths
@@ -139,6 +144,9 @@ class DrafterModule(L.LightningModule):
         mixed = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if mixed else self.drafter.fc.weight.dtype
         features = batch["features"].detach().to(dtype).contiguous()  # whatever the placement made them from
+        if self.training and self.feature_noise:
+            keys = noise_keys(self.seed, self.current_epoch, batch["row_ids"], features.shape[1])
+            features = (self._compiled_noise if self.compiles else add_noise)(features, keys, self.feature_noise)
         noise = F.embedding(blocks.noise_ids, self.embed).to(dtype)  # type: ignore[arg-type]
         positions = batch["position_ids"]
         if kind != "cuda":
@@ -368,6 +376,7 @@ class DrafterModule(L.LightningModule):
             compared[f"objective.{name}"] = (then, self.objective.to_dict()[name])
         compared |= {
             "drafter.anchors": (saved.get("anchors"), self.anchors),
+            "drafter.feature_noise": (saved.get("feature_noise", 0.0), self.feature_noise),
             "seed": (saved.get("seed"), self.seed),
             "optimizer.kind": (saved.get("optimizer"), self.optimizer_kind),
         }

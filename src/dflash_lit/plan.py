@@ -210,6 +210,8 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
     _positive("drafter", cfg.drafter, "layers", "anchors", *drafter_sizes)
     if cfg.drafter.initializer_range is not None and cfg.drafter.initializer_range <= 0:
         raise UserError(f"drafter.initializer_range={cfg.drafter.initializer_range:g}: must be positive, or null")
+    if not 0 <= cfg.drafter.feature_noise < math.inf:
+        raise UserError(f"drafter.feature_noise={cfg.drafter.feature_noise:g}: must be 0 (none) or positive")
     _positive("evaluation", cfg.evaluation, "prompts", "max_new_tokens")
     if not cfg.evaluation.tree_budgets or min(cfg.evaluation.tree_budgets) < 1:
         raise UserError("evaluation.tree_budgets: give at least one budget, each 1 or more")

@@ -50,8 +50,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default = f"{published}; {small} for the embedded target" if published != small else published
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"{meaning} (default: {default})")
     parser.add_argument(
-        "--prefetch", type=int, default=2, help="requests that a drafter keeps in flight (default: %(default)s)"
+        "--prefetch",
+        type=int,
+        help="requests that a drafter keeps in flight (default: as in a run, targets / drafters and one)",
     )
+    parser.add_argument("--share", action="store_true", help="let target ranks share GPUs, as placement.share=true does")
     for role in Role:
         speed = parser.add_mutually_exclusive_group()
         speed.add_argument(
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = replace(recipe, **given)
     if recipe.row_tokens % 128:
         raise UserError(f"--row-tokens {recipe.row_tokens}: must be a multiple of 128")
-    if args.prefetch < 0:
+    if args.prefetch is not None and args.prefetch < 0:
         raise UserError(f"--prefetch {args.prefetch}: must be at least 0")
     for role in Role:
         for option in (f"tflops_{role}", f"{role}_rate"):
@@ -86,12 +89,14 @@ def run(args: argparse.Namespace) -> int:
                 raise UserError(f"--{option.replace('_', '-')} {value:g}: must be positive")
     here = torch.cuda.device_count()
     visible = args.gpus if args.gpus is not None else here or layout.ranks_per_host
-    of_local = devices(layout, visible)
+    of_local = devices(layout, visible, share=args.share)
 
     sizes = measure_sizes(args.target, recipe, trust_remote_code=args.trust_remote_code)
     expected = expected_rates(flop_per_token(sizes, recipe), {role: getattr(args, f"tflops_{role}") * 1e12 for role in Role})
     rates = Rates(args.target_rate or expected.target, args.drafter_rate or expected.drafter)
-    result = forecast(layout, of_local, sizes, recipe, prefetch=args.prefetch, rates=rates)
+    result = forecast(
+        layout, of_local, sizes, recipe, prefetch=layout.prefetch if args.prefetch is None else args.prefetch, rates=rates
+    )
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
         return 0
