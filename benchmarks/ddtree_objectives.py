@@ -339,7 +339,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         settings = PRESETS[args.preset]
         changes: Record = {}
-        for name in ("steps", "warm_steps", "continued_steps", "seeds", "optimizer", "lr", "train_prompts", "decode_prompts"):
+        sizes = (
+            "steps",
+            "warm_steps",
+            "continued_steps",
+            "seeds",
+            "optimizer",
+            "lr",
+            "train_prompts",
+            "held_prompts",
+            "decode_prompts",
+        )
+        for name in sizes:
             if getattr(args, name) is not None:
                 changes[name] = getattr(args, name)
         for name in ("objectives", "continued", "more", "roots"):
@@ -374,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     everything.add_argument("--target-minutes", type=float, help="training time of a target that is built")
     for name, kind in (("steps", int), ("warm-steps", int), ("continued-steps", int), ("seeds", int), ("optimizer", str)):
         everything.add_argument(f"--{name}", type=kind)
-    for name, kind in (("lr", float), ("train-prompts", int), ("decode-prompts", int)):
+    for name, kind in (("lr", float), ("train-prompts", int), ("held-prompts", int), ("decode-prompts", int)):
         everything.add_argument(f"--{name}", type=kind)
     for name in ("objectives", "continued", "more", "roots"):
         everything.add_argument(f"--{name}", nargs="*")
