@@ -315,6 +315,7 @@ def main() -> None:
     )
     parser.add_argument("--set", nargs="*", default=[], help="overrides of conf/, as for train.py")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", type=Path, help="folder for the trained weights")
     parser.add_argument("--table", type=Path, nargs="+")
     args = parser.parse_args()
     if args.table:
@@ -344,6 +345,9 @@ def main() -> None:
                     "forced": forced,
                     "decoded": decoded,
                 }
+                if args.keep:
+                    args.keep.mkdir(parents=True, exist_ok=True)
+                    torch.save(module.drafter.state_dict(), args.keep / f"{own.replace(' ', '-')}-{seed}.pt")
                 if args.out:
                     with args.out.open("a") as file:
                         file.write(json.dumps(line) + "\n")

@@ -247,3 +247,6 @@ def test_nothing_waits_for_the_device() -> None:
         lattice = make_lattice(head, ends, torch.empty(2, dtype=torch.long), hidden, F.linear(hidden, ends.head), 8)
     assert grown(lattice, 64).tokens.shape == (2, 64)
     assert greedy_path(lattice).shape == (2, 15)
+    labels = torch.empty(2, 15, device="meta", dtype=torch.long)
+    chain, trees = path_lengths(lattice, labels, labels > 0, [4, 16])
+    assert (chain.shape, trees.shape) == ((2,), (2, 2))

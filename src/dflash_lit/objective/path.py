@@ -37,6 +37,5 @@ def path_lengths(lattice: Lattice, labels: Tensor, label_ok: Tensor, budgets: Se
     path = accept(tree, F.pad(wanted, (0, 1), value=-1).gather(1, F.pad(tree.depths, (1, 0))))
     # Nodes are sorted: the tree of a smaller budget is the beginning of this one.
     accepted = torch.arange(path.rows.shape[1], device=labels.device) < path.counts[:, None]
-    limits = torch.tensor(budgets, device=labels.device)
-    inside = accepted[:, 1:, None] & (path.rows[:, 1:, None] <= limits)
-    return chain, inside.sum(dim=1)
+    lengths = [(accepted & (path.rows <= budget))[:, 1:].sum(dim=1) for budget in budgets]
+    return chain, torch.stack(lengths, dim=1)
