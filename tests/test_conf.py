@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -14,7 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_lit.commands import one_line
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.errors import UserError
+from dflash_lit.export import load_drafter, save_drafter
+from dflash_lit.job import Job
 from dflash_lit.plan import Plan, make_plan
+from dflash_lit.target.frozen import FrozenTarget
+from tests.helpers import lively_drafter
 
 CONF = Path(__file__).parent.parent / "conf"
 register()
@@ -127,6 +132,27 @@ def test_rope_parameters_can_be_given() -> None:
     assert plan.drafter.rope_parameters["factor"] == 2.0
 
 
+def test_a_warm_start_may_add_a_path_head_and_nothing_else(embedded: FrozenTarget, tmp_path: Path) -> None:
+    folders = {}
+    for width in (0, 16):
+        made = lively_drafter(planned(f"drafter.path_width={width}").drafter, seed=width)
+        folders[width] = save_drafter(made, tmp_path / str(width))
+    for ours, theirs in ((16, 0), (16, 16), (0, 0)):
+        cfg = configured(
+            f"drafter.path_width={ours}", f"drafter.init_from={folders[theirs]}", f"paths.output_dir={tmp_path}/run"
+        )
+        module = Job(cfg, make_plan(cfg)).module(embedded)
+        there = load_drafter(folders[theirs]).state_dict()
+        state = module.drafter.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in there.items())
+        assert ("path_head.out_proj.weight" in state) == (ours > 0)
+        if ours and not theirs:
+            assert (state["path_head.out_proj.weight"] == 0).all()  # decodes as before
+    for ours, theirs in ((0, 16), (8, 16)):
+        with pytest.raises(UserError, match=rf"init_from: that drafter has path_width={theirs}, this run {ours}"):
+            planned(f"drafter.path_width={ours}", f"drafter.init_from={folders[theirs]}")
+
+
 IMPOSSIBLE: list[tuple[str, str]] = [
     ("drafter.block_size=1", r"drafter\.block_size=1"),
     ("drafter.layers=0", r"drafter\.layers=0"),
@@ -138,6 +164,8 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("drafter.mask_token_id=99999", r"mask_token_id=99999 is outside"),
     ("drafter.head_dim=0", r"drafter\.head_dim=0"),
     ("drafter.initializer_range=0", r"drafter\.initializer_range=0"),
+    ("drafter.path_width=-1", r"drafter\.path_width=-1"),
+    ("drafter.path_candidates=0", r"drafter\.path_candidates=0"),
     ("drafter.init_from=/no/such", r"drafter\.init_from='/no/such'"),
     ("drafter.dense_limit_gib=0.001", r"drafter\.dense_limit_gib=0\.001"),
     ("objective.weights=magic", r"objective\.weights='magic'"),

@@ -157,9 +157,53 @@ def test_there_and_back(tmp_path: Path, rope: dict[str, Any]) -> None:
     assert load_drafter(folder, dtype=torch.bfloat16).fc.weight.dtype == torch.bfloat16
 
 
-# -- damaged folders
-
 Change = Callable[[Path], object]
+
+
+def test_a_path_head_is_a_file_of_its_own(tmp_path: Path) -> None:
+    """Who does not know it finds an ordinary drafter, but for a word in ``dflash_config``."""
+    drafter = lively_drafter(drafter_config(path_width=8, path_candidates=5))
+    folder = save_drafter(drafter, tmp_path / "drafter")
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "path_head.safetensors"]
+    assert len(load_file(folder / "model.safetensors")) == 2 * 11 + 3
+    assert json.loads((folder / "config.json").read_text())["dflash_config"]["path_head"] == {"width": 8, "candidates": 5}
+    loaded = load_drafter(folder)
+    assert loaded.config == drafter.config
+    assert all(torch.equal(value, drafter.state_dict()[name].bfloat16().float()) for name, value in loaded.state_dict().items())
+
+    described = json.loads((folder / "config.json").read_text())
+    del described["dflash_config"]["path_head"]
+    (folder / "config.json").write_text(json.dumps(described))
+    plain = load_drafter(folder)
+    assert plain.path_head is None
+    assert torch.equal(plain.fc.weight, loaded.fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "path_head.safetensors").unlink(), ["path_head.safetensors", "cannot be read"]),
+        (lambda folder: save_file({}, folder / "path_head.safetensors"), ["path_head.forget_proj.weight", "missing"]),
+        (lambda folder: change_config(own__path_head={"width": 9, "candidates": 5})(folder), ["path_head", "[9, 32]"]),
+        (lambda folder: change_config(own__path_head={"width": 8})(folder), ["config.json", "candidates"]),
+        (lambda folder: change_config(own__path_head={"width": 8, "candidates": 0})(folder), ["path_candidates=0"]),
+    ],
+)
+def test_damage_of_a_path_head_is_named(tmp_path: Path, change: Change, words: list[str]) -> None:
+    folder = save_drafter(lively_drafter(drafter_config(path_width=8, path_candidates=5)), tmp_path / "drafter")
+    change(folder)
+    with pytest.raises(UserError) as caught:
+        load_drafter(folder)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_an_export_without_a_path_head_replaces_one_with(tmp_path: Path) -> None:
+    folder = save_drafter(lively_drafter(drafter_config(path_width=8)), tmp_path / "drafter")
+    save_drafter(lively_drafter(drafter_config()), folder)
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
+
+
+# -- damaged folders
 
 
 def change_config(**changes: Any) -> Change:

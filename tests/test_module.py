@@ -13,12 +13,13 @@ from torch import Tensor
 
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.packing import PackedRows
+from dflash_lit.drafter.compiled import CompiledDrafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import drafter_from_checkpoint
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.strategy import ColocatedStrategy
 from dflash_lit.target.frozen import FrozenTarget
-from tests.helpers import embedded_config, packed_rows
+from tests.helpers import embedded_config, packed_rows, random, token_batch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -92,11 +93,13 @@ def weights_of(module: DrafterModule) -> Tensor:
 # -- one denominator
 
 
-@pytest.mark.parametrize("weights", ["decay", "dpace", "tree_survival"])
-def test_the_gradient_is_the_same_for_any_accumulation(embedded: FrozenTarget, tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize(("weights", "path_width"), [("decay", 0), ("dpace", 0), ("tree_survival", 0), ("dpace", 8)])
+def test_the_gradient_is_the_same_for_any_accumulation(
+    embedded: FrozenTarget, tmp_path: Path, weights: str, path_width: int
+) -> None:
     results = []
     for rows_per_batch, accumulate in ((4, 1), (2, 2), (1, 4)):
-        watch, module = Watch(), build(embedded, weights=weights, lr=1e-4)
+        watch, module = Watch(), build(embedded, weights=weights, lr=1e-4, drafter={"path_width": path_width})
         fitter = trainer(embedded, tmp_path, max_steps=2, accumulate_grad_batches=accumulate, callbacks=[watch])
         fitter.fit(module, rows_of(UNEVEN, rows_per_batch))
         assert len(watch.gradients) == 2
@@ -201,6 +204,87 @@ def test_validation_metrics(embedded: FrozenTarget, tmp_path: Path) -> None:
     assert metrics["val/chain_eal"] == pytest.approx(1 + sum(metrics[name] for name in slots[3:]))
     assert metrics["val/tree_eal@4"] <= metrics["val/tree_eal@16"]
     assert metrics["val/acceptance_slot_1"] == metrics["val/accuracy_slot_1"]
+
+
+# -- with a path head
+
+
+def with_features(
+    target: FrozenTarget, module: DrafterModule, pieces: Sequence[Sequence[tuple[int, int]]]
+) -> dict[str, Tensor]:
+    batch = token_batch(pieces)
+    return ColocatedStrategy(target, module.config.target_layer_ids).with_features(batch)
+
+
+def test_slots_are_told_the_tokens_of_the_text(embedded: FrozenTarget) -> None:
+    module = build(embedded, drafter={"path_width": 8})
+    batch = with_features(embedded, module, UNEVEN[:3])
+    blocks = module.blocks(batch, 0)
+    told: list[Tensor] = []
+    assert module.drafter.path_head is not None
+    handle = module.drafter.path_head.register_forward_pre_hook(lambda _, inputs: told.append(inputs[1]))
+    module.tell(module(batch, blocks), blocks)
+    handle.remove()
+    told_rows = told[0].unflatten(0, blocks.anchors.shape)
+    for row in range(3):
+        for block, anchor in enumerate(blocks.anchors[row].tolist()):
+            for slot in range(module.config.block_size - 1):
+                if blocks.label_ok[row, block, slot]:
+                    token = batch["input_ids"][row, anchor + slot]  # of slot + 1, the one before
+                    assert torch.equal(told_rows[row, block, slot], embedded.ends().embed[token])
+
+
+def test_some_blocks_are_not_told_and_which_changes_with_the_epoch(embedded: FrozenTarget) -> None:
+    module = build(embedded, drafter={"path_width": 8}, anchors=64)
+    with torch.no_grad():
+        module.drafter.path_head.out_proj.weight.fill_(1.0)  # type: ignore[union-attr]
+    batch = with_features(embedded, module, UNEVEN)
+    blocks = module.blocks(batch, 0)
+    hidden = torch.ones(len(UNEVEN) * 64, module.config.block_size - 1, module.config.hidden_size)
+    everything = module.tell(hidden, blocks)
+    draws = []
+    for epoch in (0, 1):
+        some = module._tell_some(hidden, blocks, batch["row_ids"], epoch)
+        is_told = (some != hidden).any(dim=-1).any(dim=-1)
+        assert torch.equal(some[is_told], everything[is_told])
+        assert torch.equal(some, module._tell_some(hidden, blocks, batch["row_ids"], epoch))
+        assert 0.4 < float(is_told.float().mean()) < 0.6
+        draws.append(is_told)
+    assert not torch.equal(*draws)
+
+
+def test_it_is_validated_as_it_decodes(embedded: FrozenTarget, tmp_path: Path) -> None:
+    """As many candidates as tokens: the chain is then the leading hits of the slots that were told the text."""
+    found = []
+    for compiled in (False, True):
+        module = build(embedded, drafter={"path_width": 8, "path_candidates": 512}, compile_on_cpu=compiled)
+        module._compiled = CompiledDrafter(module.drafter, backend="eager")
+        with torch.no_grad():
+            module.drafter.path_head.out_proj.weight.copy_(random(256, 8))  # type: ignore[union-attr]
+        fitter = trainer(embedded, tmp_path, limit_val_batches=None, inference_mode=False)
+        fitter.validate(module, rows_of(UNEVEN, 3, packed_rows(UNEVEN)), verbose=False)
+        found.append({name: float(value) for name, value in fitter.callback_metrics.items()})
+    metrics = found[0]
+    assert found[1] == pytest.approx(metrics, rel=1e-4)
+    assert metrics["val/chain_eal"] == pytest.approx(1 + sum(metrics[f"val/acceptance_slot_{slot}"] for slot in (1, 2, 3)))
+    assert metrics["val/chain_eal"] <= metrics["val/tree_eal@4"] <= metrics["val/tree_eal@16"]
+
+
+def test_a_path_head_learns_and_resumes(embedded: FrozenTarget, tmp_path: Path) -> None:
+    module, watch, _ = run(embedded, tmp_path / "whole", max_steps=6, drafter={"path_width": 8})
+    assert (module.drafter.path_head.out_proj.weight != 0).any()  # type: ignore[union-attr]
+    again = {"drafter": {"path_width": 8}, "ckpt_path": str(tmp_path / "whole" / "step=3.ckpt")}
+    resumed, rest, _ = run(embedded, tmp_path / "rest", max_steps=6, **again)
+    assert rest.losses == watch.losses[3:]
+    assert torch.equal(weights_of(resumed), weights_of(module))
+
+
+def test_a_checkpoint_from_before_path_heads_resumes(embedded: FrozenTarget) -> None:
+    saved = dict(build(embedded).hparams.items())
+    saved["drafter"] = {name: value for name, value in saved["drafter"].items() if not name.startswith("path_")}
+    build(embedded).on_load_checkpoint({"hyper_parameters": saved})
+    with pytest.raises(UserError, match=r"drafter\.path_width=0, this run 8"):
+        build(embedded, drafter={"path_width": 8}).on_load_checkpoint({"hyper_parameters": saved})
 
 
 # -- checkpoints and resuming

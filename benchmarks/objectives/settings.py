@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OBJECTIVES", "PRESETS", "Job", "Settings", "jobs"]
+__all__ = ["DRAFTERS", "OBJECTIVES", "PRESETS", "Job", "Settings", "jobs"]
 
 RESPONSE_TEMPERATURE = 0.7
 
@@ -33,12 +33,17 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "soft-decay": {"labels": "soft", "weights": "decay"},
     "soft-tree-T4": _tree("soft", 4.0, "decay"),
     "soft-mix-T4": _tree("soft", 4.0, "dpace"),
+    "soft-dpace-path": {"labels": "soft", "weights": "dpace"},
+    "soft-dpace-causal": {"labels": "soft", "weights": "dpace"},
 }
 """Settings of :class:`dflash_lit.objective.config.Objective` by name; soft labels at the temperature of the responses."""
 
-MAIN = ("ce-decay", "ce-dpace", "soft-dpace", "ce-tree-T2", "soft-tree-T2", "soft-mix-T2")
+DRAFTERS: dict[str, dict[str, Any]] = {"soft-dpace-path": {"path_width": 256}, "soft-dpace-causal": {"causal": True}}
+"""What those of the names that are not about the objective alone change in the drafter's config."""
+
+MAIN = ("ce-decay", "ce-dpace", "soft-dpace", "soft-dpace-path", "ce-tree-T2", "soft-tree-T2", "soft-mix-T2")
 CONTINUED = ("soft-dpace", "soft-tree-T2", "soft-mix-T2", "soft-mix-T4", "soft-tree-T4")
-MORE = ("soft-decay", "soft-mix-T4", "soft-tree-T4")
+MORE = ("soft-dpace-causal", "soft-decay", "soft-mix-T4", "soft-tree-T4")
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ PRESETS: dict[str, Settings] = {
         continued_steps=2,
         lr=2e-3,
         budgets=(4, 16),
-        objectives=("ce-decay", "soft-dpace"),
+        objectives=("ce-decay", "soft-dpace", "soft-dpace-path"),
         continued=("soft-dpace",),
         more=(),
         seeds=2,

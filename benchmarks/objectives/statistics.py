@@ -53,6 +53,8 @@ LABELS = {
     "soft-decay": "soft x decay",
     "soft-tree-T4": "soft x tree, T=4",
     "soft-mix-T4": "soft x tree, T=4, D-PACE floor",
+    "soft-dpace-path": "soft x D-PACE, path head",
+    "soft-dpace-causal": "soft x D-PACE, causal blocks",
 }
 
 

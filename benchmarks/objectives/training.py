@@ -7,7 +7,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,17 @@ from dflash_lit.data.packing import PackedRows
 from dflash_lit.data.respond import is_repetitive
 from dflash_lit.decode.acceptance import decoding
 from dflash_lit.decode.chain import Decoded
-from dflash_lit.decode.chain_tree import draft_chain
+from dflash_lit.decode.chain_tree import draft_chain_tree
 from dflash_lit.decode.tree import decode_tree_batch, draft_tree
 from dflash_lit.drafter.config import DrafterConfig, feature_layers
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
 from dflash_lit.objective.config import Objective
-from dflash_lit.objective.head import tree_lengths
-from dflash_lit.objective.metrics import accepted_lengths
 from dflash_lit.placement.strategy import LocalTarget
 from dflash_lit.target.frozen import FrozenTarget
 from objectives.lengths import lengths_text
-from objectives.settings import OBJECTIVES, RESPONSE_TEMPERATURE, Job, Settings
+from objectives.settings import DRAFTERS, OBJECTIVES, RESPONSE_TEMPERATURE, Job, Settings
 from objectives.texts import load_target
 
 __all__ = ["Late", "Workbench", "drafter_config"]
@@ -95,7 +93,7 @@ class Workbench:
     def __post_init__(self) -> None:
         self.device = self.target.device
         self.config = drafter_config(self.settings, self.target)
-        self._module: DrafterModule | None = None
+        self._modules: dict[str, DrafterModule] = {}
 
     @classmethod
     def load(cls, settings: Settings, folder: Path, deadline: float = float("inf")) -> Workbench:
@@ -115,14 +113,15 @@ class Workbench:
     def module(self, job: Job) -> DrafterModule:
         """The module with the first weights of the job: the same for all objectives of a seed.
 
-        There is one module for all jobs of a process, so that its graphs are compiled once.
+        There is one module for all jobs of a process and kind of drafter, so that its graphs are compiled once.
         """
         settings, objective = self.settings, OBJECTIVES[job.objective]
+        kind = DRAFTERS.get(job.objective, {})
         if objective["labels"] == "soft":
             objective = {**objective, "temperature": RESPONSE_TEMPERATURE}
-        if self._module is None:
-            self._module = DrafterModule(
-                self.config.to_dict(),
+        if (name := str(kind)) not in self._modules:
+            self._modules[name] = DrafterModule(
+                replace(self.config, **kind).to_dict(),
                 self.target.ends(),
                 anchors=settings.anchors,
                 optimizer=settings.optimizer,
@@ -130,7 +129,7 @@ class Workbench:
                 warmup=settings.warmup,
                 tree_budgets=settings.budgets,
             ).to(self.device)
-        module = self._module
+        module = self._modules[name]
         module.objective, module.seed = Objective(**objective), job.seed
         module.register_buffer("floor_ratio", torch.ones((), device=self.device))
         torch.manual_seed(job.seed)
@@ -182,7 +181,8 @@ class Workbench:
             batch = local.with_features(rows)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 blocks = module.blocks(batch, epoch)
-                result = module.loss(batch, blocks, module(batch, blocks))
+                hidden = module._tell_some(module(batch, blocks), blocks, batch["row_ids"], epoch)
+                result = module.loss(batch, blocks, hidden)
             loss = result.numerator / torch.where(result.denominator == 0, 1.0, result.denominator)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -236,12 +236,10 @@ class Workbench:
                 batch = local.with_features({name: x[first : first + settings.rows] for name, x in self.held_rows.items()})
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                     blocks = module.blocks(batch, -1)
-                    hidden = module(batch, blocks).detach()  # with gradients, as in training: no other graphs
-                    with torch.no_grad():
-                        result = module.loss(batch, blocks, hidden, top=max(settings.budgets))
+                    result, chain, trees = module._measured(batch, blocks)
                 complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
                 new = slice((start - first) * settings.anchors, None)
-                lengths = torch.cat([accepted_lengths(result.hit)[:, None], tree_lengths(result, settings.budgets)], dim=1)
+                lengths = torch.cat([chain[:, None], trees], dim=1)
                 for column, name in enumerate(texts):
                     texts[name].append(lengths_text(lengths[new, column].tolist(), complete[new].tolist()))
                 nll.append(result.nll[complete].mean())
@@ -272,7 +270,7 @@ class Workbench:
                         budget or self.config.block_size - 1,
                         temperature=temperature,
                         generator=generator if temperature else None,
-                        draft=draft_tree if budget else draft_chain,
+                        draft=draft_tree if budget else draft_chain_tree,
                     )
                 except torch.OutOfMemoryError:
                     if size == 1:

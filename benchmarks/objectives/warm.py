@@ -43,6 +43,6 @@ def warm_up(settings: Settings, folder: Path) -> None:
     prompts = rows["input_ids"][:2, : settings.prompt_tokens].tolist()
     with tempfile.TemporaryDirectory() as temporary:
         bench = Workbench(settings, Path(temporary), target, rows, rows, prompts)
-        for objective in ("soft-dpace", "ce-decay", "soft-mix-T2"):
+        for objective in ("soft-dpace", "ce-decay", "soft-mix-T2", "soft-dpace-path"):
             job = Job("warm-up", objective, 0, 3)
             bench.run(job, lambda record: print({name: record[name] for name in record if name != "blocks"}, flush=True), set())

@@ -1,7 +1,8 @@
 """The served format: a folder that vLLM, SGLang and z-lab's loader read.
 
 ``model.safetensors`` in bf16 without prefix, embedding, head or rotary buffers (11 tensors a layer and 3), and a
-``config.json`` with the fields those loaders look for, old and new places of the rotary settings included.
+``config.json`` with the fields those loaders look for, old and new places of the rotary settings included. A path head is in a file
+of its own, ``path_head.safetensors``, and ``dflash_config`` says so: those who do not know it find an ordinary drafter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dflash_lit.errors import UserError
 
 __all__ = ["drafter_from_checkpoint", "load_drafter", "read_config", "save_drafter", "served_config"]
 
-_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+_WEIGHTS, _PATH_HEAD, _CONFIG = "model.safetensors", "path_head.safetensors", "config.json"
 
 
 def served_config(config: DrafterConfig, *, auto_map: bool = False) -> dict[str, Any]:
@@ -71,6 +72,8 @@ def served_config(config: DrafterConfig, *, auto_map: bool = False) -> dict[str,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if kind == "default" else rope,
     }
+    if config.path_width:
+        described["dflash_config"]["path_head"] = {"width": config.path_width, "candidates": config.path_candidates}
     if auto_map:
         described["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
     return described
@@ -87,22 +90,25 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, auto_map: bool = False
         # It is going to be replaced: only ever another export.
         if not folder.is_dir():
             raise UserError(f"{folder}: is a file; name a folder to export to")
-        if other := {path.name for path in folder.iterdir()} - {_WEIGHTS, _CONFIG}:
+        if other := {path.name for path in folder.iterdir()} - {_WEIGHTS, _PATH_HEAD, _CONFIG}:
             raise UserError(f"{folder}: holds {sorted(other)[0]!r}, which is no exported drafter; name a new folder")
-    weights: dict[str, Tensor] = {}
+    files: dict[str, dict[str, Tensor]] = {}
     for name, value in drafter.state_dict().items():
         if not bool(value.isfinite().all()):
             raise UserError(f"export: tensor {name!r} has values that are not finite; nothing was written")
-        weights[name] = value.detach().to("cpu", torch.bfloat16).contiguous()
+        file = _PATH_HEAD if name.startswith("path_head.") else _WEIGHTS
+        files.setdefault(file, {})[name] = value.detach().to("cpu", torch.bfloat16).contiguous()
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        save_file(weights, made / _WEIGHTS, metadata={"format": "pt"})
+        for file, weights in files.items():
+            save_file(weights, made / file, metadata={"format": "pt"})
         text = json.dumps(served_config(drafter.config, auto_map=auto_map), indent=2)
         (made / _CONFIG).write_text(text + "\n", encoding="utf-8")
         # Temporary folders and safetensors files are private; a server runs as another user.
         made.chmod(0o755)
-        (made / _WEIGHTS).chmod(0o644)
+        for file in files:
+            (made / file).chmod(0o644)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
             os.replace(folder, old / "old")
@@ -146,6 +152,10 @@ def read_config(folder: str | Path) -> DrafterConfig:
         return where[name]
 
     number = (int, float)
+    paths: dict[str, int] = {}
+    if "path_head" in own:
+        described = read("path_head", dict, own)
+        paths = {f"path_{name}": read(name, int, described) for name in ("width", "candidates")}
     layers = read("target_layer_ids", list, own)
     if not all(type(layer) is int for layer in layers):
         raise UserError(f"{path}: field 'target_layer_ids' cannot be {layers!r}")
@@ -166,6 +176,7 @@ def read_config(folder: str | Path) -> DrafterConfig:
         "rope_parameters": rope,
         "initializer_range": raw.get("initializer_range", 0.02),
         "target_fingerprint": own.get("target_fingerprint", ""),
+        **paths,
     }
     try:
         return DrafterConfig(**values)
@@ -181,24 +192,25 @@ def load_drafter(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> D
     """
     folder = Path(folder)
     config = read_config(folder)
-    path = folder / _WEIGHTS
-    try:
-        weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
     drafter = Drafter(config)
-    expected = drafter.state_dict()
-    for name in sorted(set(expected) | set(weights)):
-        if name not in weights:
-            raise UserError(f"{path}: tensor {name!r} is missing")
-        if name not in expected:
-            raise UserError(f"{path}: tensor {name!r} does not belong to this drafter")
-        if weights[name].shape != expected[name].shape:
-            found, wanted = list(weights[name].shape), list(expected[name].shape)
-            raise UserError(f"{path}: tensor {name!r} has shape {found}, its config says {wanted}")
-        if not bool(weights[name].isfinite().all()):
-            raise UserError(f"{path}: tensor {name!r} has values that are not finite")
-    drafter.load_state_dict(weights)
+    for file in (_WEIGHTS, _PATH_HEAD) if config.path_width else (_WEIGHTS,):
+        path = folder / file
+        try:
+            weights = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read ({error})") from error
+        expected = {n: t for n, t in drafter.state_dict().items() if n.startswith("path_head.") == (file == _PATH_HEAD)}
+        for name in sorted(set(expected) | set(weights)):
+            if name not in weights:
+                raise UserError(f"{path}: tensor {name!r} is missing")
+            if name not in expected:
+                raise UserError(f"{path}: tensor {name!r} does not belong to this drafter")
+            if weights[name].shape != expected[name].shape:
+                found, wanted = list(weights[name].shape), list(expected[name].shape)
+                raise UserError(f"{path}: tensor {name!r} has shape {found}, its config says {wanted}")
+            if not bool(weights[name].isfinite().all()):
+                raise UserError(f"{path}: tensor {name!r} has values that are not finite")
+        drafter.load_state_dict(weights, strict=False)  # that it is complete was seen above
     return drafter.to(dtype).eval()
 
 

@@ -357,7 +357,8 @@ class Job:
         )
         if cfg.drafter.init_from is not None:
             warm = load_drafter(cfg.drafter.init_from)
-            module.drafter.load_state_dict(warm.state_dict())
+            # Complete but for a path head that the run adds to a drafter without one.
+            module.drafter.load_state_dict(warm.state_dict(), strict=warm.config.path_width == plan.drafter.path_width)
         size = sum(p.numel() for p in module.drafter.parameters())
         self.console.print(
             f"  drafter of {size / 1e6:.1f} M parameters: {plan.drafter.num_hidden_layers} layers, blocks of {plan.drafter.block_size}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,18 @@ from dflash_lit.attention.block_mask import block_mask
 from dflash_lit.attention.dense import block_attention, dense_block_mask, refuse_large
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise, slot_tokens
+from dflash_lit.decode.chain import head_logits
+from dflash_lit.decode.lattice import make_lattice
 from dflash_lit.drafter.compiled import CompiledDrafter
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.drafter.noise import CompiledNoise, add_noise, noise_keys
+from dflash_lit.drafter.path_head import PathHead
 from dflash_lit.errors import UserError
 from dflash_lit.objective.config import Objective
 from dflash_lit.objective.head import HeadResult, fused_available, head_loss, tree_lengths
 from dflash_lit.objective.metrics import Ratios, accepted_lengths
+from dflash_lit.objective.path import path_lengths
 from dflash_lit.optimizer import make_optimizer
 from dflash_lit.target.frozen import TargetEnds
 
@@ -34,6 +39,9 @@ __all__ = ["DrafterModule"]
 
 Batch = dict[str, Tensor]
 _VALIDATION_EPOCH = -1  # validation anchors are always drawn as of this "epoch", so that runs and steps compare
+# With a path head, the share of blocks that are trained without it: the candidates come from the slots alone.
+_UNTOLD = 0.5
+_LATTICE_BLOCKS = 64  # whose draft trees are grown at a time
 
 
 class DrafterModule(L.LightningModule):
@@ -45,6 +53,9 @@ class DrafterModule(L.LightningModule):
     The loss is the sum of weighted nll over the sum of weights of *all* ranks and micro-batches of an optimizer step. The
     weights can depend on the drafter (D-PACE), so their sum is known only after the last micro-batch: backward runs on the
     plain sum, and the gradients are divided once, just before clipping.
+
+    A drafter with a path head is told the tokens before each slot in half of the blocks, drawn anew every epoch. So both the head
+    and the slots alone learn, from one pass of the target's head. It is validated as it decodes.
 
     Args:
         drafter: :meth:`DrafterConfig.to_dict`.
@@ -159,6 +170,27 @@ class DrafterModule(L.LightningModule):
         hidden = self.drafter.draft(noise, blocks.positions, context, block_attention(layout))
         return hidden.view(layout.rows * self.anchors, self.config.block_size, -1)[:, 1:]
 
+    def tell(self, hidden: Tensor, blocks: Blocks) -> Tensor:
+        """The ``hidden`` of :meth:`forward` with the right tokens before each slot known to the path head, [R * A, B - 1, H]."""
+        head = self.drafter.path_head
+        assert head is not None
+        before = torch.cat([self._anchor_tokens(blocks)[:, None], blocks.labels.flatten(0, 1)[:, :-1]], dim=1)
+        previous = F.embedding(before, self.embed).to(hidden.dtype)  # type: ignore[arg-type]
+        return self._compiled.condition(hidden, previous) if self.compiles else head(hidden, previous)
+
+    def _tell_some(self, hidden: Tensor, blocks: Blocks, row_ids: Tensor, epoch: int) -> Tensor:
+        """What is trained: with a path head, :meth:`tell` in the blocks drawn for this epoch."""
+        if self.drafter.path_head is None:
+            return hidden
+        # Epochs from 0 on draw the anchors.
+        noise = row_noise(self.seed, _VALIDATION_EPOCH - 1 - epoch, row_ids, self.anchors)
+        told = (noise >= _UNTOLD).flatten()[:, None, None]
+        return torch.where(told, self.tell(hidden, blocks), hidden)
+
+    def _anchor_tokens(self, blocks: Blocks) -> Tensor:
+        """int64 [R * A]"""
+        return blocks.noise_ids.view(-1, self.config.block_size)[:, 0]
+
     @property
     def compiles(self) -> bool:
         """Whether the drafter runs through its graphs: always on a GPU, where attention exists only compiled."""
@@ -185,11 +217,38 @@ class DrafterModule(L.LightningModule):
             return fused_head_loss(*arguments, capacity=capacity, **options)
         return head_loss(*arguments, use_reentrant=objective.use_reentrant, **options)
 
-    def _measured(self, batch: Batch, blocks: Blocks) -> HeadResult:
-        """The validation pass, through the graphs of training: without grad mode it would need three more of its own."""
+    def _measured(self, batch: Batch, blocks: Blocks) -> tuple[HeadResult, Tensor, Tensor]:
+        """The validation pass, through the graphs of training: without grad mode it would need three more of its own.
+
+        Returns:
+            the loss's sums; accepted lengths int64 [R * A] of the chain and [R * A, len(tree_budgets)] of trees.
+        """
+        head = self.drafter.path_head
         with torch.set_grad_enabled(self.compiles and not torch.is_inference_mode_enabled()):
-            hidden = self(batch, blocks).detach()  # and what was kept for a backward pass is freed
-        return self.loss(batch, blocks, hidden, top=max(self.tree_budgets))
+            hidden = self(batch, blocks)
+            told = hidden if head is None else self.tell(hidden, blocks)
+        hidden, told = hidden.detach(), told.detach()  # and what was kept for a backward pass is freed
+        if head is None:
+            result = self.loss(batch, blocks, hidden, top=max(self.tree_budgets))
+            return result, accepted_lengths(result.hit), tree_lengths(result, self.tree_budgets)
+        result = self.loss(batch, blocks, told)
+        # A few blocks at a time: each has some hundred prefixes with all their continuations.
+        parts = zip(*(x.split(_LATTICE_BLOCKS) for x in self._of_blocks(hidden, blocks)), strict=True)
+        lengths = [self._path_lengths(head, *part) for part in parts]
+        chains, trees = zip(*lengths, strict=True)
+        return result, torch.cat(chains), torch.cat(trees)
+
+    def _of_blocks(self, hidden: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return hidden, self._anchor_tokens(blocks), blocks.labels.flatten(0, 1), blocks.label_ok.flatten(0, 1)
+
+    @torch.no_grad()
+    def _path_lengths(
+        self, head: PathHead, hidden: Tensor, anchors: Tensor, labels: Tensor, label_ok: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.embed, Tensor)
+        ends = TargetEnds(self.embed, self.head)
+        lattice = make_lattice(head, ends, anchors, hidden, head_logits(ends, hidden), self.config.path_candidates)
+        return path_lengths(lattice, labels, label_ok, self.tree_budgets)
 
     def _teacher(self, last_hidden: Tensor, blocks: Blocks) -> Tensor:
         """[R * A, B - 1, H] what the target's head saw when it predicted the tokens of slots 1..B-1."""
@@ -222,7 +281,7 @@ class DrafterModule(L.LightningModule):
         def train() -> None:
             with self._mode(True), precision.train_step_context():
                 blocks = self.blocks(batch, 0)
-                hidden = self(batch, blocks)
+                hidden = self._tell_some(self(batch, blocks), blocks, batch["row_ids"], 0)
                 leaf = hidden.detach().requires_grad_()
                 result = self.loss(batch, blocks, leaf)
             (result.numerator * self._unit(batch)).backward()  # ends at the leaf
@@ -251,7 +310,8 @@ class DrafterModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         blocks = self.blocks(batch, self.current_epoch)
-        result = self.loss(batch, blocks, self(batch, blocks))
+        hidden = self._tell_some(self(batch, blocks), blocks, batch["row_ids"], self.current_epoch)
+        result = self.loss(batch, blocks, hidden)
         # Blocks with a label in every slot; one that was left out (objective.capacity) is none.
         complete = (blocks.label_ok.flatten(0, 1) & (result.rank < self.head.shape[0])).all(dim=-1)
         length = ((accepted_lengths(result.hit) + 1) * complete).sum()
@@ -328,14 +388,12 @@ class DrafterModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         blocks = self.blocks(batch, _VALIDATION_EPOCH)
-        result = self._measured(batch, blocks)
+        result, chain, trees = self._measured(batch, blocks)
         # Lengths are measured on blocks with every label, so that a document's end does not look like a rejection. The
         # others are kept in the arrays (static shapes) and counted as zero.
         complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
         count = complete.sum()
-        chain = accepted_lengths(result.hit)[:, None]
-        trees = tree_lengths(result, self.tree_budgets)
-        lengths = ((torch.cat([chain, trees], dim=1) + 1) * complete[:, None]).sum(dim=0)
+        lengths = ((torch.cat([chain[:, None], trees], dim=1) + 1) * complete[:, None]).sum(dim=0)
         self.val_means.update(
             torch.cat([result.numerator[None], lengths]), torch.cat([result.denominator[None], count.expand_as(lengths)])
         )
@@ -363,7 +421,12 @@ class DrafterModule(L.LightningModule):
             UserError: naming the first field that differs, and both values.
         """
         saved = checkpoint["hyper_parameters"]
-        compared = {f"drafter.{name}": (saved["drafter"].get(name), value) for name, value in self.config.to_dict().items()}
+        ours = self.config.to_dict()
+        # Of checkpoints from before a field was added.
+        standard_drafter = {field.name: field.default for field in fields(DrafterConfig) if field.default is not MISSING}
+        compared = {
+            f"drafter.{name}": (saved["drafter"].get(name, standard_drafter.get(name)), value) for name, value in ours.items()
+        }
         # Chunking and the form of checkpointing change memory, not results.
         standard = Objective().to_dict()  # of checkpoints from before a field was added
         names = ["labels", "weights", "gamma", "alpha", "capacity"]

@@ -113,6 +113,8 @@ def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str =
         rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         max_position_embeddings=int(getattr(text, "max_position_embeddings", 32768)),
         causal=section.causal,
+        path_width=section.path_width,
+        path_candidates=section.path_candidates,
         rope_parameters=rope,
         # Qwen3's 0.02 suits widths from a thousand on; a narrow drafter would start so near zero that it idles for long.
         initializer_range=section.initializer_range
@@ -273,6 +275,9 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
             theirs, ours = getattr(warm, name), getattr(drafter, name)
             if theirs != ours:
                 raise UserError(f"drafter.init_from: that drafter has {name}={theirs}, this run {ours}; set them equal")
+        if warm.path_width not in (0, drafter.path_width):  # a drafter without a path head may be given one
+            theirs, ours = warm.path_width, drafter.path_width
+            raise UserError(f"drafter.init_from: that drafter has path_width={theirs}, this run {ours}; set them equal")
     if cfg.ckpt_path is not None and checkpoint:
         drafter_from_checkpoint(cfg.ckpt_path)  # refuses what is no checkpoint before any work is done
         done = int(torch.load(cfg.ckpt_path, map_location="cpu", weights_only=True, mmap=True).get("global_step", 0))

@@ -30,9 +30,9 @@ pytestmark = [
 ]
 
 
-def build(target: FrozenTarget, *, compile_on_cpu: bool = True, **objective: Any) -> DrafterModule:
+def build(target: FrozenTarget, *, compile_on_cpu: bool = True, path_width: int = 0, **objective: Any) -> DrafterModule:
     torch.manual_seed(0)
-    config = embedded_config(target_fingerprint=target.fingerprint, num_hidden_layers=2)
+    config = embedded_config(target_fingerprint=target.fingerprint, num_hidden_layers=2, path_width=path_width)
     objective = {"weights": "dpace", **objective}
     module = DrafterModule(
         config.to_dict(), target.ends(), objective, anchors=8, seed=3, lr=1e-2, compile_on_cpu=compile_on_cpu
@@ -114,6 +114,13 @@ def test_losses_are_those_of_a_run_without_it(embedded: FrozenTarget, tmp_path: 
     text = (tmp_path / "warm" / "metrics.csv").read_text()
     assert "compile/warmup_s" in text
     assert "compile/graphs" in text
+
+
+def test_a_path_head_is_warmed_up_too(embedded: FrozenTarget, tmp_path: Path) -> None:
+    watch = Watch()
+    trainer(embedded, tmp_path, [CompileWarmup(), watch]).fit(build(embedded, path_width=8), rows())
+    assert len(watch.losses) == 6
+    assert len(set(watch.graphs)) == 1
 
 
 def test_plain_runs_are_as_good(embedded: FrozenTarget, tmp_path: Path) -> None:

@@ -108,6 +108,23 @@ def test_the_graphs_of_a_cpu_train_like_the_plain_model() -> None:
     assert counters["stats"]["unique_graphs"] == 3
 
 
+def test_the_graph_of_a_path_head() -> None:
+    compiled = CompiledDrafter(lively_drafter(drafter_config(path_width=8)), backend="aot_eager")
+    head, previous = compiled.drafter.path_head, random(6, 3, 32, seed=1)
+    assert head is not None
+    counters.clear()
+    found = []
+    for call in (compiled.condition, head):
+        head.zero_grad()
+        hidden = random(6, 3, 32).requires_grad_()
+        told = call(hidden, previous)
+        (told * random(6, 3, 32, seed=2)).sum().backward()
+        found.append([told, hidden.grad, *(p.grad for p in head.parameters())])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_second_drafter_has_graphs_of_its_own() -> None:
     """Eight variants of one code object are Dynamo's limit; drafters of a sweep must not share it."""
     for hidden in range(10):

@@ -53,6 +53,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 0}, "drafter.num_hidden_layers=0"),
     ({"head_dim": 0}, "drafter.head_dim=0"),
     ({"head_dim": 7}, "drafter.head_dim=7"),
+    ({"path_width": -1}, "drafter.path_width=-1"),
+    ({"path_candidates": 0}, "drafter.path_candidates=0"),
 ]
 
 
@@ -63,7 +65,9 @@ def test_wrong_sizes_name_their_field(change: dict[str, Any], message: str) -> N
 
 
 def test_dict_and_back() -> None:
-    config = drafter_config(causal=True, rope_parameters={"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0})
+    config = drafter_config(
+        causal=True, path_width=8, rope_parameters={"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
+    )
     assert DrafterConfig.from_dict(config.to_dict()) == config
     with pytest.raises(UserError, match="unknown field 'colour'"):
         DrafterConfig.from_dict({**config.to_dict(), "colour": "blue"})

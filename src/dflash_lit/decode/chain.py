@@ -18,6 +18,7 @@ from torch import Tensor
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.blocks import slot_tokens
 from dflash_lit.decode.cache import ContextCache
+from dflash_lit.decode.lattice import Lattice, greedy_path, make_lattice
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.target.frozen import TargetEnds
 
@@ -28,7 +29,11 @@ __all__ = [
     "choose",
     "decode_chain",
     "decode_plain",
+    "draft_chain",
+    "draft_hidden",
+    "draft_lattice",
     "draft_logits",
+    "head_logits",
     "one_block_attention",
     "until_end",
 ]
@@ -88,10 +93,10 @@ def one_block_attention(causal: bool, present: Tensor | None = None) -> Attend:
     return attend
 
 
-def draft_logits(
+def draft_hidden(
     drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
 ) -> Tensor:
-    """What the drafter thinks of the tokens after the anchors: logits [R, B-1, V] of slots 1..B-1.
+    """What the drafter makes of the block behind the anchors: hidden states [R, B-1, H] of slots 1..B-1.
 
     Args:
         anchors: int64 [R] tokens; ``places``: int64 [R] where they stand, right after everything that was verified.
@@ -100,9 +105,42 @@ def draft_logits(
     block = torch.full((len(anchors), config.block_size), config.mask_token_id, device=anchors.device)
     block[:, 0] = anchors
     noise = F.embedding(block, ends.embed).to(drafter.fc.weight.dtype)
-    hidden = drafter.draft(noise, slot_tokens(places, config.block_size), context, attend)
     # Slot k stands for the token k after the anchor: the drafts of slots 1.. follow it directly.
-    return F.linear(hidden[:, 1:].to(ends.head.dtype), ends.head)
+    return drafter.draft(noise, slot_tokens(places, config.block_size), context, attend)[:, 1:]
+
+
+def draft_logits(
+    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
+) -> Tensor:
+    """Logits [R, B-1, V] of slots 1..B-1, none of which knows another's token; parameters as of :func:`draft_hidden`."""
+    return head_logits(ends, draft_hidden(drafter, ends, anchors, places, context, attend))
+
+
+def head_logits(ends: TargetEnds, hidden: Tensor) -> Tensor:
+    """Logits [..., V] of hidden states [..., H]."""
+    return F.linear(hidden.to(ends.head.dtype), ends.head)
+
+
+def draft_lattice(
+    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
+) -> Lattice:
+    """The candidates of slots 1..B-1, of a drafter with a path head; parameters as of :func:`draft_hidden`."""
+    assert drafter.path_head is not None
+    hidden = draft_hidden(drafter, ends, anchors, places, context, attend)
+    return make_lattice(drafter.path_head, ends, anchors, hidden, head_logits(ends, hidden), drafter.config.path_candidates)
+
+
+def draft_chain(
+    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
+) -> Tensor:
+    """The drafts of slots 1..B-1, int64 [R, B-1]: each the most probable, behind those before it if the drafter has a path head.
+
+    Parameters as of :func:`draft_hidden`.
+    """
+    arguments = (drafter, ends, anchors, places, context, attend)
+    if drafter.path_head is not None:
+        return greedy_path(draft_lattice(*arguments))
+    return draft_logits(*arguments).argmax(dim=-1)
 
 
 class Reader(Protocol):
@@ -172,8 +210,8 @@ def decode_chain(
 ) -> Decoded:
     """Decode one prompt with the drafter.
 
-    Each round drafts the argmax of slots 1..B-1, whatever the temperature: with one draft a place that is what the target's
-    sample most likely hits.
+    Each round drafts the most probable token of slots 1..B-1, whatever the temperature: with one draft a place that is what the
+    target's sample most likely hits.
 
     Args:
         prompt: at least one token id.
@@ -198,7 +236,7 @@ def decode_chain(
     ids, rounds = [int(anchor)], []
     while len(ids) < max_new_tokens and ids[-1] not in target.eos_ids:
         place = torch.tensor([state.length], device=target.device)
-        drafts = draft_logits(drafter, ends, anchor, place, cache.views(), attend).argmax(dim=-1)
+        drafts = draft_chain(drafter, ends, anchor, place, cache.views(), attend)
         block = torch.cat([anchor[:, None], drafts], dim=1)
         logits, features = state.read(block)
         assert features is not None

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from dflash_lit.attention.attend import Attend, ContextKV
-from dflash_lit.decode.chain import draft_logits
+from dflash_lit.decode.chain import draft_chain
 from dflash_lit.decode.tree import Tree
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.target.frozen import TargetEnds
 
-__all__ = ["draft_chain"]
+__all__ = ["draft_chain_tree"]
 
 
-def draft_chain(
+def draft_chain_tree(
     drafter: Drafter,
     ends: TargetEnds,
     anchors: Tensor,
@@ -27,7 +27,8 @@ def draft_chain(
 ) -> Tree:
     """One pass of the drafter, and the most probable token of each of the first ``budget`` slots, one behind the other.
 
-    Takes the place of :func:`dflash_lit.decode.tree.draft_tree`. With ``budget = B - 1`` the texts are those of ``decode_chain``.
+    The scores give no more than the order. Takes the place of :func:`dflash_lit.decode.tree.draft_tree`; with ``budget = B - 1``
+    the texts are those of ``decode_chain``.
 
     Args:
         anchors: int64 [R] tokens; ``places``: int64 [R] where they stand, right after everything that was verified.
@@ -39,8 +40,6 @@ def draft_chain(
     slots = drafter.config.block_size - 1
     if not 1 <= budget <= slots:
         raise ValueError(f"budget={budget}: a chain of this drafter has 1 to {slots} nodes")
-    logits = draft_logits(drafter, ends, anchors, places, context, attend)[:, :budget]
-    tokens = logits.argmax(dim=-1)
-    best = logits.float().log_softmax(dim=-1).gather(2, tokens[..., None])[..., 0]
+    tokens = draft_chain(drafter, ends, anchors, places, context, attend)[:, :budget]
     order = torch.arange(budget, device=tokens.device).expand_as(tokens)
-    return Tree(tokens, parents=order, depths=order + 1, scores=best.cumsum(dim=1), deepest=budget)
+    return Tree(tokens, parents=order, depths=order + 1, scores=-order.float(), deepest=budget)

@@ -19,7 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_lit.attention.attend import Attend, ContextKV
-from dflash_lit.decode.chain import Decoded, DecodingTarget, Reader, choose, draft_logits, one_block_attention, until_end
+from dflash_lit.decode.chain import (
+    Decoded,
+    DecodingTarget,
+    Reader,
+    choose,
+    draft_lattice,
+    draft_logits,
+    one_block_attention,
+    until_end,
+)
+from dflash_lit.decode.lattice import Levels, grow_paths
 from dflash_lit.decode.tree_cache import RowsCache
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.objective.tree import frontier_pairs
@@ -36,6 +46,7 @@ __all__ = [
     "decode_tree",
     "decode_tree_batch",
     "draft_tree",
+    "tree_of_levels",
 ]
 
 
@@ -92,14 +103,20 @@ def build_tree(log_probs: Tensor, token_ids: Tensor, budget: int) -> Tree:
         tokens.append(token_ids[:, depth].gather(1, second[order]))
         parents.append(known[order] + start)
         start += width
-    levels = torch.cat([torch.full((x.shape[1],), n + 1, device=device) for n, x in enumerate(scores)])
+    return tree_of_levels(Levels(scores, tokens, parents), budget)
+
+
+def tree_of_levels(levels: Levels, budget: int) -> Tree:
+    """The ``budget`` most probable of the prefixes of all depths; ties go to the shorter, then to the one earlier in its level."""
+    scores, tokens, parents, device = levels.scores, levels.tokens, levels.parents, levels.tokens[0].device
+    depths = torch.cat([torch.full((x.shape[1],), n + 1, device=device) for n, x in enumerate(scores)])
 
     # Stable, and the shorter ones in front: a child that is as probable as its parent comes after it.
     best, order = (x[:, :budget] for x in torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True))
     valid = best > -torch.inf
     row_of = torch.zeros_like(torch.cat(parents, dim=1))
     row_of.scatter_(1, order, torch.arange(1, order.shape[1] + 1, device=device).expand_as(order))
-    level = torch.where(valid, levels[order], 1)
+    level = torch.where(valid, depths[order], 1)
     parent = row_of.gather(1, torch.cat(parents, dim=1).gather(1, order))
     room = (0, budget - order.shape[1])
     return Tree(
@@ -107,7 +124,7 @@ def build_tree(log_probs: Tensor, token_ids: Tensor, budget: int) -> Tree:
         parents=F.pad(torch.where(level > 1, parent, 0), room),
         depths=F.pad(level, room, value=1),
         scores=F.pad(torch.where(valid, best, -torch.inf), room, value=-torch.inf),
-        deepest=min(depths, budget),
+        deepest=min(len(scores), budget),
     )
 
 
@@ -167,12 +184,15 @@ def draft_tree(
     attend: Attend,
     budget: int,
 ) -> Tree:
-    """One pass of the drafter, and the tree of its ``budget`` most probable prefixes.
+    """One pass of the drafter, and the tree of its ``budget`` most probable prefixes, by its path head if it has one.
 
     Args:
         anchors: int64 [R] tokens; ``places``: int64 [R] where they stand, right after everything that was verified.
     """
-    log_probs = draft_logits(drafter, ends, anchors, places, context, attend).float().log_softmax(dim=-1)
+    arguments = (drafter, ends, anchors, places, context, attend)
+    if drafter.path_head is not None:
+        return tree_of_levels(grow_paths(draft_lattice(*arguments), budget), budget)
+    log_probs = draft_logits(*arguments).float().log_softmax(dim=-1)
     best = log_probs.topk(min(budget, log_probs.shape[-1]), dim=-1)
     return build_tree(best.values, best.indices, budget)
 

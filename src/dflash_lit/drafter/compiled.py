@@ -1,4 +1,4 @@
-"""The drafter's training forward pass, compiled: three graphs, whatever the number of layers.
+"""The drafter's training forward pass, compiled: three graphs, whatever the number of layers, and one of a path head.
 
 Context, layer and end are compiled apart. All layers share one graph: a fifth of the compile time of a whole model of five,
 and gradients become ready layer by layer, so that a data-parallel reduction can overlap the rest of the backward pass.
@@ -17,6 +17,7 @@ from dflash_lit.attention.compiled import compiled
 from dflash_lit.attention.dense import DenseMask, attend_blocks
 from dflash_lit.attention.flex import KernelOptions, flex_attend, kernel_options
 from dflash_lit.drafter.model import Drafter, Layer
+from dflash_lit.drafter.path_head import PathHead
 
 __all__ = ["CompiledDrafter"]
 
@@ -44,6 +45,10 @@ def _end(drafter: Drafter, x: Tensor) -> Tensor:
     return drafter.norm(slots)
 
 
+def _path(head: PathHead, hidden: Tensor, previous: Tensor) -> Tensor:
+    return head(hidden, previous)
+
+
 class CompiledDrafter:
     """Calls ``drafter`` through its graphs; parameters and results are those of ``context`` and ``draft``.
 
@@ -57,6 +62,7 @@ class CompiledDrafter:
         self._context = compiled(_context, backend=backend)
         self._layer = compiled(_layer, backend=backend)
         self._end = compiled(_end, backend=backend)
+        self._path = compiled(_path, backend=backend)
 
     def __call__(
         self, features: Tensor, noise: Tensor, context_positions: Tensor, positions: Tensor, mask: BlockMask | DenseMask
@@ -79,3 +85,7 @@ class CompiledDrafter:
         for layer, cached in zip(self.drafter.layers, context, strict=True):
             x = self._layer(layer, x, cos, sin, cached, mask, options)
         return self._end(self.drafter, x)
+
+    def condition(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """The path head on hidden states [M, B - 1, H] and embeddings [M, B - 1, H] of the tokens before the slots."""
+        return self._path(self.drafter.path_head, hidden, previous)

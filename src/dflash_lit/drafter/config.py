@@ -45,6 +45,8 @@ class DrafterConfig:
         num_target_layers: decoder layers of the target.
         causal: whether slot ``o`` sees only slots ``<= o`` of its block.
         rope_parameters: as in Transformers 5: ``rope_type``, ``rope_theta`` and what the type needs.
+        path_width: width of the head that conditions a slot on the draft tokens before it (:mod:`.path_head`); 0: there is none.
+        path_candidates: tokens of each slot that draft paths are made of, with that head.
         target_fingerprint: names the target these weights were trained for (empty: unknown).
     """
 
@@ -64,6 +66,8 @@ class DrafterConfig:
     causal: bool = False
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0})
     initializer_range: float = 0.02
+    path_width: int = 0
+    path_candidates: int = 32
     target_fingerprint: str = ""
 
     def __post_init__(self) -> None:
@@ -72,6 +76,10 @@ class DrafterConfig:
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", *heads):
             if getattr(self, name) < 1:
                 raise UserError(f"drafter.{name}={getattr(self, name)}: must be positive")
+        if self.path_width < 0:
+            raise UserError(f"drafter.path_width={self.path_width}: must be positive, or 0 for independent slots")
+        if self.path_candidates < 1:
+            raise UserError(f"drafter.path_candidates={self.path_candidates}: a path needs at least 1 token a slot")
         if self.block_size < 2:
             raise UserError(
                 f"drafter.block_size={self.block_size}: a block needs the anchor and at least one mask slot; use 2 or more"

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.drafter.config import DrafterConfig
+from dflash_lit.drafter.path_head import PathHead
 from dflash_lit.drafter.rotary import Rotary, rotate
 
 __all__ = ["Drafter", "Layer", "RMSNorm"]
@@ -126,6 +127,10 @@ class Drafter(nn.Module):
     """Context features and noise embeddings -> hidden states for the target's head.
 
     Training and decoding share both halves: :meth:`context` (what a decoder caches) and :meth:`draft`.
+
+    Attributes:
+        path_head: conditions a slot on the draft tokens before it; None without ``path_width``. Its tensors are no part of the
+            served checkpoint.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -136,7 +141,11 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
+        self.path_head: PathHead | None = None
         self.reset_parameters()
+        # Last, so that the other weights of a seed are the same with and without it.
+        if config.path_width:
+            self.path_head = PathHead(config.hidden_size, config.path_width, config.rms_norm_eps)
 
     def reset_parameters(self) -> None:
         """Qwen3's initialisation: normal with ``initializer_range``, norms at one."""
@@ -145,6 +154,8 @@ class Drafter(nn.Module):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
+        if self.path_head is not None:
+            self.path_head.reset_parameters()
 
     def context(self, features: Tensor, positions: Tensor) -> list[ContextKV]:
         """Keys and values of the context, layer by layer.

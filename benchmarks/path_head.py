@@ -1,0 +1,360 @@
+"""Does a head that sees the draft tokens before a slot pay? Drafters trained from one init on the same batches, decoded for real.
+
+    python benchmarks/path_head.py --out records.jsonl            # trains, decodes, appends a line a run
+    python benchmarks/path_head.py --table records.jsonl          # the tables of docs/path_head.md
+
+On the embedded target and a CPU. Every variant of a seed starts from the same weights and sees the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup
+
+from dflash_lit.blocks import row_noise
+from dflash_lit.config import TrainConfig, register
+from dflash_lit.decode.acceptance import _ratio_error, decoding
+from dflash_lit.decode.chain import Decoded, decode_chain
+from dflash_lit.decode.lattice import make_lattice
+from dflash_lit.decode.tree import decode_tree_batch
+from dflash_lit.drafter.model import Drafter
+from dflash_lit.drafter.path_head import PathHead
+from dflash_lit.job import Job
+from dflash_lit.module import DrafterModule
+from dflash_lit.objective.head import tree_lengths
+from dflash_lit.objective.metrics import accepted_lengths
+from dflash_lit.objective.path import path_lengths
+from dflash_lit.optimizer import make_optimizer
+from dflash_lit.placement.strategy import LocalTarget
+from dflash_lit.plan import make_plan
+from dflash_lit.target.frozen import FrozenTarget
+
+BUDGETS = (16, 64, 256)
+Batch = dict[str, Tensor]
+
+
+class FirstOrder(PathHead):
+    """Knows the token before the slot and nothing else of the path."""
+
+    def read(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.rms_norm(embeddings.to(self.token_proj.weight.dtype), (embeddings.shape[-1],), eps=self.eps)
+        added = self.token_proj(x)
+        return torch.zeros_like(added), added
+
+
+class Product(PathHead):
+    """Token and slot multiplied, as in DFlash 2's selector, with the recurrent state."""
+
+    def activate(self, asked: Tensor, state: Tensor) -> Tensor:
+        return asked * state
+
+
+class FirstOrderProduct(FirstOrder, Product):
+    """A low-rank bilinear form of neighbouring tokens, gated by the slot: DFlash 2's selector."""
+
+
+KINDS: dict[str, type[PathHead]] = {
+    "recurrent": PathHead,
+    "first": FirstOrder,
+    "product": Product,
+    "first-product": FirstOrderProduct,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How the head is trained.
+
+    "none": there is none. "detached": by a loss of its own, of which nothing reaches the drafter; so several heads, by kind and
+    width, are trained on one and the same drafter. "both": that loss reaches the drafter, too, beside the one without the head.
+    "drop": one loss, in half of the blocks without the head. "only": the loss with the head alone.
+    """
+
+    name: str
+    training: str = "none"
+    heads: tuple[tuple[str, int], ...] = (("recurrent", 256),)
+    causal: bool = False
+
+
+_HEADS = (("recurrent", 256), ("first", 256), ("product", 256), ("first-product", 256), ("recurrent", 64), ("recurrent", 512))
+VARIANTS = {
+    v.name: v
+    for v in (
+        Variant("plain", heads=()),
+        Variant("causal", heads=(), causal=True),
+        Variant("detached", "detached", _HEADS),
+        *(Variant(training, training) for training in ("both", "drop", "only")),
+        *(Variant(f"first/{training}", training, (("first", 256),)) for training in ("both", "drop")),
+        Variant("causal+both", "both", causal=True),
+        Variant("causal+drop", "drop", causal=True),
+    )
+}
+
+
+class Bench:
+    """Target, rows with features, and prompts, made once for all variants of a seed."""
+
+    def __init__(self, seed: int, overrides: list[str], decoded: int) -> None:
+        register()
+        with initialize_config_dir(str(Path(__file__).parent.parent.resolve() / "conf"), version_base="1.3"):
+            fixed = ["trainer.accelerator=cpu", f"evaluation.prompts={decoded}", "logger=csv"]
+            folder = tempfile.mkdtemp(prefix="path-head-")
+            composed = compose("train", overrides=[*fixed, f"paths.output_dir={folder}", *overrides])
+        cfg = OmegaConf.to_object(composed)
+        assert isinstance(cfg, TrainConfig)
+        self.cfg, self.plan, self.seed = cfg, make_plan(cfg), seed
+        job = Job(cfg, self.plan)
+        target = job.target()
+        assert isinstance(target, FrozenTarget)
+        self.target, data = target, job.data(target)
+        self.prompts = data.eval_prompts
+        self.module_data = data.module
+        self.module_data.seed = seed
+        self.local = LocalTarget(target, self.plan.drafter.target_layer_ids, teacher=self.plan.objective.labels == "soft")
+        self._kept: dict[tuple[str, int], dict[str, Tensor]] = {}
+
+    def with_features(self, side: str, batch: Batch) -> Batch:
+        """The target's part of a batch; rows keep theirs from epoch to epoch and from variant to variant."""
+        ids = batch["row_ids"].tolist()
+        if any((side, i) not in self._kept for i in ids):
+            made = self.local.with_features(batch)
+            for n, i in enumerate(ids):
+                self._kept[side, i] = {name: made[name][n].clone() for name in ("features", "last_hidden") if name in made}
+        names = self._kept[side, ids[0]]
+        return {**batch, **{name: torch.stack([self._kept[side, i][name] for i in ids]) for name in names}}
+
+    def train_batches(self) -> Iterator[tuple[int, Batch]]:
+        epoch = 0
+        while True:
+            loader = self.module_data.train_dataloader()
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            for batch in loader:
+                yield epoch, self.with_features("train", batch)
+            epoch += 1
+
+    def module(self, variant: Variant) -> DrafterModule:
+        """The same weights for all variants of a seed."""
+        config = dataclasses.replace(self.plan.drafter, causal=variant.causal)
+        torch.manual_seed(self.seed)
+        return DrafterModule(
+            config.to_dict(),
+            self.target.ends(),
+            self.plan.objective.to_dict(),
+            anchors=self.cfg.drafter.anchors,
+            seed=self.seed,
+        )
+
+
+def previous(module: DrafterModule, blocks: Any) -> Tensor:
+    anchors = blocks.noise_ids.view(*blocks.anchors.shape, -1)[..., :1]
+    before = torch.cat([anchors, blocks.labels[..., :-1]], dim=-1).flatten(0, 1)
+    return F.embedding(before, module.embed)  # type: ignore[arg-type]
+
+
+def train(bench: Bench, variant: Variant, steps: int) -> tuple[DrafterModule, dict[str, PathHead], float]:
+    """The trained drafter, its heads by name, and seconds."""
+    module = bench.module(variant).train()
+    config, cfg = module.config, bench.cfg.optimizer
+    heads = {f"{kind}-{r}": KINDS[kind](config.hidden_size, r, config.rms_norm_eps) for kind, r in variant.heads}
+    optimizers = []
+    for part in (module.drafter, *heads.values()):
+        made = make_optimizer(part, cfg.kind, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), weight_decay=cfg.weight_decay)
+        schedule = get_cosine_schedule_with_warmup(made, round(cfg.warmup * steps), steps)
+        optimizers.append((part, made, schedule))
+    began = time.perf_counter()
+
+    def loss(hidden: Tensor) -> Tensor:
+        result = module.loss(batch, blocks, hidden)
+        return result.numerator / result.denominator.clamp(min=1e-9)
+
+    for step, (epoch, batch) in enumerate(bench.train_batches()):
+        if step == steps:
+            break
+        blocks = module.blocks(batch, epoch)
+        hidden = module(batch, blocks)
+        before = previous(module, blocks)
+        total = loss(hidden) if variant.training in ("none", "detached", "both") else hidden.new_zeros(())
+        for head in heads.values():
+            told = head(hidden.detach() if variant.training == "detached" else hidden, before)
+            if variant.training == "drop":
+                dropped = row_noise(bench.seed + 1, epoch, batch["row_ids"], blocks.anchors.shape[1]).flatten() < 0.5
+                told = torch.where(dropped[:, None, None], hidden, told)
+            total = total + loss(told)
+        total.backward()
+        for part, optimizer, schedule in optimizers:  # clipped apart: "detached" trains the very drafter of "plain"
+            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            schedule.step()
+    return module.eval(), heads, time.perf_counter() - began
+
+
+@torch.no_grad()
+def teacher_forced(bench: Bench, module: DrafterModule, candidates: list[int]) -> dict[str, float]:
+    """Mean lengths on the validation rows, bonus included, of the plain slots and for several numbers of candidates."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    head, budgets = module.drafter.path_head, BUDGETS[:2]
+
+    def add(name: str, lengths: Tensor, complete: Tensor) -> None:
+        sums[name][0] += float(((lengths + 1) * complete).sum())
+        sums[name][1] += float(complete.sum())
+
+    for batch in bench.module_data.val_dataloader():
+        batch = bench.with_features("val", batch)
+        blocks = module.blocks(batch, -1)
+        hidden = module(batch, blocks)
+        result = module.loss(batch, blocks, hidden, top=max(budgets))
+        ok = blocks.label_ok.flatten(0, 1)
+        complete = ok.all(dim=-1)
+        add("slots chain", accepted_lengths(result.hit), complete)
+        for n, budget in enumerate(budgets):
+            add(f"slots @{budget}", tree_lengths(result, budgets)[:, n], complete)
+        if head is None:
+            continue
+        logits = F.linear(hidden, module.head)
+        anchors = blocks.noise_ids.view(*blocks.anchors.shape, -1)[..., 0].flatten()
+        for k in candidates:
+            lattice = make_lattice(head, bench.target.ends(), anchors, hidden, logits, k)
+            chain, trees = path_lengths(lattice, blocks.labels.flatten(0, 1), ok, budgets)
+            add(f"paths{k} chain", chain, complete)
+            for n, budget in enumerate(budgets):
+                add(f"paths{k} @{budget}", trees[:, n], complete)
+    return {name: total / count for name, (total, count) in sums.items()}
+
+
+def decode(bench: Bench, drafter: Drafter, tokens: int, temperatures: list[float]) -> dict[str, Any]:
+    """Tau of the chain and of trees by real decoding, with standard errors over prompts; rounds of each prompt for the record."""
+    found: dict[str, Any] = {}
+    with decoding(drafter):
+        for heat in temperatures:
+            for budget in (0, *BUDGETS):
+                generator = torch.Generator().manual_seed(bench.seed)
+                if budget:
+                    got = decode_tree_batch(
+                        bench.target, drafter, bench.prompts, tokens, budget, temperature=heat, generator=generator
+                    )
+                else:
+                    got = [
+                        decode_chain(bench.target, drafter, p, tokens, temperature=heat, generator=generator)
+                        for p in bench.prompts
+                    ]
+                found[f"T={heat:g} @{budget}"] = [[len(d.rounds), sum(d.rounds)] for d in got]
+    return found
+
+
+def tau(rounds: list[list[int]]) -> tuple[float, float]:
+    """Tokens a round and the standard error over prompts."""
+    decoded = [Decoded([], [total / count] * count) for count, total in rounds if count]
+    mean = sum(total for _, total in rounds) / sum(count for count, _ in rounds)
+    return mean, _ratio_error(decoded, mean)
+
+
+def table(files: list[Path]) -> None:
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        groups[line["setting"], line["variant"]].append(line)
+    for setting in dict.fromkeys(s for s, _ in groups):
+        of_setting = {v: runs for (s, v), runs in groups.items() if s == setting}
+        keys = sorted(
+            {key for runs in of_setting.values() for run in runs for key in run["decoded"]},
+            key=lambda k: (k[:5], int(k.split("@")[1])),
+        )
+        print(f"\n{setting}\n\n| variant | seeds | " + " | ".join(k.replace("@0", "chain") for k in keys) + " | train s |")
+        print("|---" * (len(keys) + 3) + "|")
+        for variant, runs in of_setting.items():
+            cells = []
+            for key in keys:
+                taus = [tau(run["decoded"][key]) for run in runs if key in run["decoded"]]
+                mean = statistics.mean(t for t, _ in taus)
+                error = math.sqrt(sum(e * e for _, e in taus)) / len(taus)
+                cells.append(f"{mean:.2f} ± {error:.2f}")
+            seconds = statistics.mean(run["train_s"] for run in runs)
+            print(f"| {variant} | {len(runs)} | " + " | ".join(cells) + f" | {seconds:.0f} |")
+        names = list(dict.fromkeys(name for runs in of_setting.values() for run in runs for name in run["forced"]))
+        print("\nTeacher-forced on validation rows:\n\n| variant | " + " | ".join(names) + " |")
+        print("|---" * (len(names) + 1) + "|")
+        for variant, runs in of_setting.items():
+            cells = [
+                f"{statistics.mean(r['forced'][n] for r in runs):.3f}" if all(n in r["forced"] for r in runs) else ""
+                for n in names
+            ]
+            print(f"| {variant} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["detached", "both", "drop", "causal"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--prompts", type=int, default=16, help="decoded (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=48, help="a response (default: %(default)s)")
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0])
+    parser.add_argument("--candidates", type=int, nargs="+", default=[32], help="of the teacher-forced figures")
+    parser.add_argument(
+        "--decode",
+        nargs="*",
+        default=["plain", "causal", "detached recurrent-256", "both recurrent-256", "drop recurrent-256"],
+        help="names in the table of those that are decoded for real",
+    )
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of conf/, as for train.py")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", type=Path, help="folder for the trained weights")
+    parser.add_argument("--table", type=Path, nargs="+")
+    args = parser.parse_args()
+    if args.table:
+        table(args.table)
+        return
+    torch.set_num_threads(1)
+    for seed in args.seeds:
+        bench = Bench(seed, args.set, args.prompts)
+        for name in args.variants:
+            variant = VARIANTS[name]
+            module, heads, seconds = train(bench, variant, args.steps)
+            chosen: dict[str, PathHead | None] = dict(heads)
+            if variant.training in ("none", "detached"):
+                chosen = {"": None, **chosen}
+            for label, head in chosen.items():
+                module.drafter.path_head = head
+                own = "plain" if variant.training == "detached" and head is None else f"{name} {label}".strip()
+                began = time.perf_counter()
+                forced = teacher_forced(bench, module, args.candidates)
+                decoded = decode(bench, module.drafter, args.tokens, args.temperatures) if own in args.decode else {}
+                line = {
+                    "setting": f"{bench.plan.objective}, B={bench.plan.drafter.block_size}, {args.steps} steps",
+                    "variant": own,
+                    "seed": seed,
+                    "train_s": round(seconds, 1),
+                    "eval_s": round(time.perf_counter() - began, 1),
+                    "forced": forced,
+                    "decoded": decoded,
+                }
+                if args.keep:
+                    args.keep.mkdir(parents=True, exist_ok=True)
+                    torch.save(module.drafter.state_dict(), args.keep / f"{own.replace(' ', '-')}-{seed}.pt")
+                if args.out:
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+                figures = {k: round(tau(v)[0], 2) for k, v in decoded.items()}
+                shown = {k: round(v, 3) for k, v in forced.items()}
+                print(own, seed, line["train_s"], line["eval_s"], figures, shown, flush=True)
+
+
+if __name__ == "__main__":
+    main()
