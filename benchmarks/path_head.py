@@ -69,9 +69,22 @@ class FirstOrderProduct(FirstOrder, Product):
     """A low-rank bilinear form of neighbouring tokens, gated by the slot: DFlash 2's selector."""
 
 
+class Deep(PathHead):
+    """One more layer behind the sum of slot and state."""
+
+    def __init__(self, hidden_size: int, width: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, width, eps)
+        self.mid = torch.nn.Linear(width, width, bias=False)
+
+    def activate(self, asked: Tensor, state: Tensor) -> Tensor:
+        inner = super().activate(asked, state)
+        return inner + F.silu(self.mid(inner))
+
+
 KINDS: dict[str, type[PathHead]] = {
     "recurrent": PathHead,
     "first": FirstOrder,
+    "deep": Deep,
     "product": Product,
     "first-product": FirstOrderProduct,
 }
@@ -92,7 +105,7 @@ class Variant:
     causal: bool = False
 
 
-_HEADS = (("recurrent", 256), ("first", 256), ("product", 256), ("first-product", 256), ("recurrent", 64), ("recurrent", 512))
+_HEADS = (*((kind, 256) for kind in KINDS), ("recurrent", 64), ("recurrent", 512))
 VARIANTS = {
     v.name: v
     for v in (

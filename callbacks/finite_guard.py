@@ -30,7 +30,7 @@ class FiniteGuard(Callback):
         named = {"features of the target": batch["features"], **dict(pl_module.named_parameters())}
         if "last_hidden" in batch:
             named["last hidden states of the target"] = batch["last_hidden"]
-        for metric in ("train/loss", "train/gradient_norm"):
+        for metric in ("train/loss", "train/gradient_norm", "train/path_loss", "train/path_gradient_norm"):
             if metric in trainer.callback_metrics:
                 named[metric] = trainer.callback_metrics[metric]
         for name, tensor in named.items():

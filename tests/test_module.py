@@ -234,23 +234,44 @@ def test_slots_are_told_the_tokens_of_the_text(embedded: FrozenTarget) -> None:
                     assert torch.equal(told_rows[row, block, slot], embedded.ends().embed[token])
 
 
-def test_some_blocks_are_not_told_and_which_changes_with_the_epoch(embedded: FrozenTarget) -> None:
-    module = build(embedded, drafter={"path_width": 8}, anchors=64)
-    with torch.no_grad():
-        module.drafter.path_head.out_proj.weight.fill_(1.0)  # type: ignore[union-attr]
-    batch = with_features(embedded, module, UNEVEN)
-    blocks = module.blocks(batch, 0)
-    hidden = torch.ones(len(UNEVEN) * 64, module.config.block_size - 1, module.config.hidden_size)
-    everything = module.tell(hidden, blocks)
-    draws = []
-    for epoch in (0, 1):
-        some = module._tell_some(hidden, blocks, batch["row_ids"], epoch)
-        is_told = (some != hidden).any(dim=-1).any(dim=-1)
-        assert torch.equal(some[is_told], everything[is_told])
-        assert torch.equal(some, module._tell_some(hidden, blocks, batch["row_ids"], epoch))
-        assert 0.4 < float(is_told.float().mean()) < 0.6
-        draws.append(is_told)
-    assert not torch.equal(*draws)
+def test_the_drafter_is_the_very_one_it_would_be_without(embedded: FrozenTarget, tmp_path: Path) -> None:
+    """Clipped hard, with other weights, and accumulated: nothing of the head reaches the rest."""
+    found = []
+    for width in (0, 8):
+        module, watch = build(embedded, drafter={"path_width": width}), Watch()
+        fitter = trainer(embedded, tmp_path, max_steps=4, callbacks=[watch], gradient_clip_val=0.05, accumulate_grad_batches=2)
+        fitter.fit(module, rows_of(UNEVEN, 2))
+        found.append((module.drafter.state_dict(), watch.losses))
+    (plain, losses), (with_head, same) = found
+    assert losses == same
+    assert all(torch.equal(with_head[name], value) for name, value in plain.items())
+    assert (with_head["path_head.out_proj.weight"] != 0).any()
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+def test_the_gradient_of_a_path_head_is_that_of_its_own_mean(embedded: FrozenTarget, tmp_path: Path, labels: str) -> None:
+    def make() -> DrafterModule:
+        module = build(embedded, drafter={"path_width": 8}, labels=labels)
+        with torch.no_grad():
+            module.drafter.path_head.out_proj.weight.copy_(random(256, 8) * 0.1)  # type: ignore[union-attr]
+        return module
+
+    module, watch = make(), Watch()
+    strategy = ColocatedStrategy(embedded, module.config.target_layer_ids, teacher=labels == "soft")
+    settings = {"max_steps": 1, "accumulate_grad_batches": 4, "strategy": strategy}
+    fitter = trainer(embedded, tmp_path, callbacks=[watch], **settings)
+    fitter.fit(module, rows_of(UNEVEN, 2))
+    again = make()
+    batch = strategy.with_features(token_batch(UNEVEN))
+    blocks = again.blocks(batch, epoch=0)
+    result = again.loss(batch, blocks, again.tell(again(batch, blocks), blocks))
+    mean = result.numerator / result.denominator
+    mean.backward()
+    assert again.drafter.fc.weight.grad is None
+    expected = torch.cat([p.grad.flatten() for p in again.drafter.path_head.parameters()])  # type: ignore[union-attr]
+    got = watch.gradients[0][-len(expected) :]
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    assert float(fitter.callback_metrics["train/path_loss"]) == pytest.approx(float(mean.detach()), rel=1e-5)
 
 
 def test_it_is_validated_as_it_decodes(embedded: FrozenTarget, tmp_path: Path) -> None:
@@ -266,6 +287,7 @@ def test_it_is_validated_as_it_decodes(embedded: FrozenTarget, tmp_path: Path) -
         found.append({name: float(value) for name, value in fitter.callback_metrics.items()})
     metrics = found[0]
     assert found[1] == pytest.approx(metrics, rel=1e-4)
+    assert metrics["val/path_loss"] != metrics["val/loss"]
     assert metrics["val/chain_eal"] == pytest.approx(1 + sum(metrics[f"val/acceptance_slot_{slot}"] for slot in (1, 2, 3)))
     assert metrics["val/chain_eal"] <= metrics["val/tree_eal@4"] <= metrics["val/tree_eal@16"]
 

@@ -28,6 +28,7 @@ from dflash_lit.drafter.model import Drafter
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
 from dflash_lit.objective.config import Objective
+from dflash_lit.objective.head import HeadResult
 from dflash_lit.placement.strategy import LocalTarget
 from dflash_lit.target.frozen import FrozenTarget
 from objectives.lengths import lengths_text
@@ -69,6 +70,10 @@ def drafter_config(settings: Settings, target: FrozenTarget) -> DrafterConfig:
 def _on_device(rows: PackedRows, device: torch.device) -> dict[str, Tensor]:
     batch = RowDataset(rows).batch(range(len(rows)), len(rows))
     return {name: column.to(device) for name, column in batch.items()}
+
+
+def _mean(result: HeadResult) -> Tensor:
+    return result.numerator / torch.where(result.denominator == 0, 1.0, result.denominator)
 
 
 @dataclass
@@ -181,10 +186,11 @@ class Workbench:
             batch = local.with_features(rows)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 blocks = module.blocks(batch, epoch)
-                hidden = module._tell_some(module(batch, blocks), blocks, batch["row_ids"], epoch)
+                hidden = module(batch, blocks)
                 result = module.loss(batch, blocks, hidden)
-            loss = result.numerator / torch.where(result.denominator == 0, 1.0, result.denominator)
-            loss.backward()
+                path = None if module.drafter.path_head is None else module.loss(batch, blocks, module.tell(hidden, blocks))
+            loss = _mean(result)
+            (loss if path is None else loss + _mean(path)).backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -236,7 +242,7 @@ class Workbench:
                 batch = local.with_features({name: x[first : first + settings.rows] for name, x in self.held_rows.items()})
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                     blocks = module.blocks(batch, -1)
-                    result, chain, trees = module._measured(batch, blocks)
+                    result, _, chain, trees = module._measured(batch, blocks)
                 complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
                 new = slice((start - first) * settings.anchors, None)
                 lengths = torch.cat([chain[:, None], trees], dim=1)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from transformers import get_cosine_schedule_with_warmup
 
@@ -39,8 +40,6 @@ __all__ = ["DrafterModule"]
 
 Batch = dict[str, Tensor]
 _VALIDATION_EPOCH = -1  # validation anchors are always drawn as of this "epoch", so that runs and steps compare
-# With a path head, the share of blocks that are trained without it: the candidates come from the slots alone.
-_UNTOLD = 0.5
 _LATTICE_BLOCKS = 64  # whose draft trees are grown at a time
 
 
@@ -54,8 +53,8 @@ class DrafterModule(L.LightningModule):
     weights can depend on the drafter (D-PACE), so their sum is known only after the last micro-batch: backward runs on the
     plain sum, and the gradients are divided once, just before clipping.
 
-    A drafter with a path head is told the tokens before each slot in half of the blocks, drawn anew every epoch. So both the head
-    and the slots alone learn, from one pass of the target's head. It is validated as it decodes.
+    A path head has a loss of its own, the same with the right tokens before each slot known, and nothing of it reaches the drafter,
+    which stays the very one it would be without. Lengths are validated as it decodes, along paths.
 
     Args:
         drafter: :meth:`DrafterConfig.to_dict`.
@@ -112,6 +111,7 @@ class DrafterModule(L.LightningModule):
 
         slots = self.config.block_size - 1
         self.val_means = Ratios(2 + len(tree_budgets))  # loss, chain length, tree lengths
+        self.val_path_loss = Ratios(1)
         self.val_accuracy = Ratios(slots)
         self.val_survival = Ratios(slots)
         self._window: Tensor | None = None
@@ -171,21 +171,13 @@ class DrafterModule(L.LightningModule):
         return hidden.view(layout.rows * self.anchors, self.config.block_size, -1)[:, 1:]
 
     def tell(self, hidden: Tensor, blocks: Blocks) -> Tensor:
-        """The ``hidden`` of :meth:`forward` with the right tokens before each slot known to the path head, [R * A, B - 1, H]."""
+        """The ``hidden`` of :meth:`forward`, detached, with the right tokens before each slot known to the path head."""
         head = self.drafter.path_head
         assert head is not None
         before = torch.cat([self._anchor_tokens(blocks)[:, None], blocks.labels.flatten(0, 1)[:, :-1]], dim=1)
         previous = F.embedding(before, self.embed).to(hidden.dtype)  # type: ignore[arg-type]
+        hidden = hidden.detach()
         return self._compiled.condition(hidden, previous) if self.compiles else head(hidden, previous)
-
-    def _tell_some(self, hidden: Tensor, blocks: Blocks, row_ids: Tensor, epoch: int) -> Tensor:
-        """What is trained: with a path head, :meth:`tell` in the blocks drawn for this epoch."""
-        if self.drafter.path_head is None:
-            return hidden
-        # Epochs from 0 on draw the anchors.
-        noise = row_noise(self.seed, _VALIDATION_EPOCH - 1 - epoch, row_ids, self.anchors)
-        told = (noise >= _UNTOLD).flatten()[:, None, None]
-        return torch.where(told, self.tell(hidden, blocks), hidden)
 
     def _anchor_tokens(self, blocks: Blocks) -> Tensor:
         """int64 [R * A]"""
@@ -217,26 +209,26 @@ class DrafterModule(L.LightningModule):
             return fused_head_loss(*arguments, capacity=capacity, **options)
         return head_loss(*arguments, use_reentrant=objective.use_reentrant, **options)
 
-    def _measured(self, batch: Batch, blocks: Blocks) -> tuple[HeadResult, Tensor, Tensor]:
-        """The validation pass, through the graphs of training: without grad mode it would need three more of its own.
+    def _measured(self, batch: Batch, blocks: Blocks) -> tuple[HeadResult, HeadResult | None, Tensor, Tensor]:
+        """The validation pass, through the graphs of training: without grad mode it would need more of its own.
 
         Returns:
-            the loss's sums; accepted lengths int64 [R * A] of the chain and [R * A, len(tree_budgets)] of trees.
+            the loss's sums, without and with a path head; accepted lengths int64 [R * A] of the chain and
+            [R * A, len(tree_budgets)] of trees.
         """
         head = self.drafter.path_head
         with torch.set_grad_enabled(self.compiles and not torch.is_inference_mode_enabled()):
             hidden = self(batch, blocks)
-            told = hidden if head is None else self.tell(hidden, blocks)
-        hidden, told = hidden.detach(), told.detach()  # and what was kept for a backward pass is freed
-        if head is None:
-            result = self.loss(batch, blocks, hidden, top=max(self.tree_budgets))
-            return result, accepted_lengths(result.hit), tree_lengths(result, self.tree_budgets)
-        result = self.loss(batch, blocks, told)
+            told = None if head is None else self.tell(hidden, blocks).detach()
+        hidden = hidden.detach()  # and what was kept for a backward pass is freed
+        result = self.loss(batch, blocks, hidden, top=max(self.tree_budgets) if head is None else 0)
+        if head is None or told is None:
+            return result, None, accepted_lengths(result.hit), tree_lengths(result, self.tree_budgets)
         # A few blocks at a time: each has some hundred prefixes with all their continuations.
         parts = zip(*(x.split(_LATTICE_BLOCKS) for x in self._of_blocks(hidden, blocks)), strict=True)
         lengths = [self._path_lengths(head, *part) for part in parts]
         chains, trees = zip(*lengths, strict=True)
-        return result, torch.cat(chains), torch.cat(trees)
+        return result, self.loss(batch, blocks, told), torch.cat(chains), torch.cat(trees)
 
     def _of_blocks(self, hidden: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return hidden, self._anchor_tokens(blocks), blocks.labels.flatten(0, 1), blocks.label_ok.flatten(0, 1)
@@ -281,12 +273,14 @@ class DrafterModule(L.LightningModule):
         def train() -> None:
             with self._mode(True), precision.train_step_context():
                 blocks = self.blocks(batch, 0)
-                hidden = self._tell_some(self(batch, blocks), blocks, batch["row_ids"], 0)
-                leaf = hidden.detach().requires_grad_()
-                result = self.loss(batch, blocks, leaf)
-            (result.numerator * self._unit(batch)).backward()  # ends at the leaf
+                outputs = [self(batch, blocks)]
+                if self.drafter.path_head is not None:
+                    outputs.append(self.tell(outputs[0], blocks))
+                leaves = [output.detach().requires_grad_() for output in outputs]
+                numerators = [self.loss(batch, blocks, leaf).numerator for leaf in leaves]
+            (torch.stack(numerators).sum() * self._unit(batch)).backward()  # ends at the leaves
             # Not backward(): that would fill .grad and wake up what waits for gradients, a data-parallel reducer for one.
-            torch.autograd.grad(hidden, list(self.drafter.parameters()), leaf.grad)
+            torch.autograd.grad(outputs, list(self.drafter.parameters()), [leaf.grad for leaf in leaves])
 
         def validate() -> None:
             # The Trainer is told not to use inference mode, in which tensors are of another kind and need other graphs.
@@ -310,17 +304,21 @@ class DrafterModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         blocks = self.blocks(batch, self.current_epoch)
-        hidden = self._tell_some(self(batch, blocks), blocks, batch["row_ids"], self.current_epoch)
+        hidden = self(batch, blocks)
         result = self.loss(batch, blocks, hidden)
+        # A path head learns from the same blocks; without one there is nothing to add.
+        path = None if self.drafter.path_head is None else self.loss(batch, blocks, self.tell(hidden, blocks))
         # Blocks with a label in every slot; one that was left out (objective.capacity) is none.
         complete = (blocks.label_ok.flatten(0, 1) & (result.rank < self.head.shape[0])).all(dim=-1)
         length = ((accepted_lengths(result.hit) + 1) * complete).sum()
         counts = [length.float(), complete.sum().float(), result.dropped.float()]
-        sums = torch.stack([result.numerator.detach(), result.denominator, *counts, *self._weight_sums(result, blocks)])
+        losses = [x for r in (result, path) if r is not None for x in (r.numerator.detach(), r.denominator)]
+        sums = torch.stack([*counts, *losses, *self._weight_sums(result, blocks)])
         self._window = sums if self._window is None else self._window + sums
         # Lightning divides by the accumulation; this sum must not be. The unit keeps gradients of a usual size until
         # on_before_optimizer_step puts the true denominator in.
-        return result.numerator * (self.trainer.accumulate_grad_batches * self._unit(batch))
+        numerator = result.numerator if path is None else result.numerator + path.numerator
+        return numerator * (self.trainer.accumulate_grad_batches * self._unit(batch))
 
     def _weight_sums(self, result: HeadResult, blocks: Blocks) -> list[Tensor]:
         """Those of tree survival's weights and of its floor's; none for weights that are not mixed."""
@@ -342,19 +340,31 @@ class DrafterModule(L.LightningModule):
         total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
         assert isinstance(total, Tensor)
         self._window = None
-        # No weight at all: numerator and gradients are zero, and stay so.
-        denominator = torch.where(total[1] == 0, 1.0, total[1])  # and NaN stays
-        factor = self.trainer.world_size / (denominator * self._gradient_unit)
-        for parameter in self.drafter.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        parts = self._parts()
+        losses = total[3 : 3 + 2 * len(parts)].unflatten(0, (-1, 2))
+        for name, parameters, (numerator, denominator) in zip(("train/loss", "train/path_loss"), parts, losses, strict=False):
+            # No weight at all: numerator and gradients are zero, and stay so.
+            denominator = torch.where(denominator == 0, 1.0, denominator)  # and NaN stays
+            factor = self.trainer.world_size / (denominator * self._gradient_unit)
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+            self.log(name, numerator / denominator)
         if self.objective.top:
+            tree, floor = total[-2:]
             # No block near its tree's edge: the floor is all there is, whatever the factor.
-            self.floor_ratio.copy_(torch.where(total[5] > 0, total[6] / total[5], 1.0))
-        self.log("train/loss", total[0] / denominator)
-        self.log("train/chain_eal", total[2] / total[3].clamp(min=1))
+            self.floor_ratio.copy_(torch.where(tree > 0, floor / tree, 1.0))
+        self.log("train/chain_eal", total[0] / total[1].clamp(min=1))
         if self.objective.capacity < 1:
-            self.log("train/dropped_labels", total[4])
+            self.log("train/dropped_labels", total[2])
+
+    def _parts(self) -> list[list[Parameter]]:
+        """Parameters of the drafter and, if there is one, of its path head: each part has a loss of its own."""
+        head = self.drafter.path_head
+        own = [] if head is None else list(head.parameters())
+        known = {id(parameter) for parameter in own}
+        rest = [parameter for parameter in self.drafter.parameters() if id(parameter) not in known]
+        return [rest, own] if own else [rest]
 
     def configure_gradient_clipping(
         self,
@@ -362,17 +372,17 @@ class DrafterModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the norm over all gradients, without a wait for the device; logs the norm before.
+        """Clip by the norm over all gradients of a part, without a wait for the device; logs the norm before.
 
         Lightning's own refuses a fused optimizer under mixed precision, because a fused step could undo the loss scale of
         fp16 itself. There is no scale in bf16.
         """
-        parameters = list(self.drafter.parameters())
-        if gradient_clip_val is not None:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
-        else:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self.log("train/gradient_norm", norm)
+        for name, parameters in zip(("train/gradient_norm", "train/path_gradient_norm"), self._parts(), strict=False):
+            if gradient_clip_val is not None:
+                norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+            else:
+                norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            self.log(name, norm)
 
     def make_optimizer(self) -> Optimizer:
         """Over the drafter's parameters, with the settings given."""
@@ -388,7 +398,7 @@ class DrafterModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         blocks = self.blocks(batch, _VALIDATION_EPOCH)
-        result, chain, trees = self._measured(batch, blocks)
+        result, path, chain, trees = self._measured(batch, blocks)
         # Lengths are measured on blocks with every label, so that a document's end does not look like a rejection. The
         # others are kept in the arrays (static shapes) and counted as zero.
         complete = blocks.label_ok.flatten(0, 1).all(dim=-1)
@@ -397,12 +407,18 @@ class DrafterModule(L.LightningModule):
         self.val_means.update(
             torch.cat([result.numerator[None], lengths]), torch.cat([result.denominator[None], count.expand_as(lengths)])
         )
+        if path is not None:
+            self.val_path_loss.update(path.numerator[None], path.denominator[None])
+            result = path
         self.val_accuracy.update((result.hit & complete[:, None]).sum(dim=0), count)
         self.val_survival.update((result.hit.long().cumprod(dim=1) * complete[:, None]).sum(dim=0), count)
 
     def on_validation_epoch_end(self) -> None:
         means = self.val_means.compute()
         self.log("val/loss", means[0])
+        if self.drafter.path_head is not None:
+            self.log("val/path_loss", self.val_path_loss.compute().reshape(()))
+            self.val_path_loss.reset()
         self.log("val/chain_eal", means[1])
         for budget, value in zip(self.tree_budgets, means[2:], strict=True):
             self.log(f"val/tree_eal@{budget}", value)

@@ -109,9 +109,10 @@ def test_values_and_gradients_are_those_of_dense_attention(kind: str) -> None:
         ), name
 
 
-def build(target: FrozenTarget, **objective: Any) -> DrafterModule:
+def build(target: FrozenTarget, path_width: int = 0, **objective: Any) -> DrafterModule:
     torch.manual_seed(0)
-    config = embedded_config(block_size=8, head_dim=64, num_hidden_layers=2, target_fingerprint=target.fingerprint)
+    sizes = {"block_size": 8, "head_dim": 64, "num_hidden_layers": 2, "path_width": path_width}
+    config = embedded_config(target_fingerprint=target.fingerprint, **sizes)
     return DrafterModule(config.to_dict(), target.ends(), {"weights": "dpace", **objective}, anchors=16, seed=3, lr=1e-3)
 
 
@@ -164,9 +165,11 @@ class NoWaiting(L.Callback):
 
 
 @pytest.mark.parametrize(
-    "objective", [{}, {"labels": "soft", "temperature": 0.7}, {"capacity": 0.8}], ids=["hard", "soft", "capacity"]
+    "settings",
+    [{}, {"labels": "soft", "temperature": 0.7}, {"capacity": 0.8}, {"path_width": 32}],
+    ids=["hard", "soft", "capacity", "path head"],
 )
-def test_a_steady_step_never_waits_for_the_device(target: FrozenTarget, tmp_path: Path, objective: dict[str, Any]) -> None:
+def test_a_steady_step_never_waits_for_the_device(target: FrozenTarget, tmp_path: Path, settings: dict[str, Any]) -> None:
     watch = NoWaiting()
     fitter = trainer(
         target,
@@ -177,10 +180,10 @@ def test_a_steady_step_never_waits_for_the_device(target: FrozenTarget, tmp_path
         accumulate_grad_batches=2,
         limit_val_batches=0,
         log_every_n_steps=1000,
-        teacher=objective.get("labels") == "soft",
+        teacher=settings.get("labels") == "soft",
     )
     try:
-        fitter.fit(build(target, **objective), data())
+        fitter.fit(build(target, **settings), data())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert watch.batches == 2 * (watch.last - watch.first)
@@ -188,8 +191,9 @@ def test_a_steady_step_never_waits_for_the_device(target: FrozenTarget, tmp_path
     assert float(fitter.callback_metrics["train/loss"]) > 0
 
 
-def test_the_loss_falls_and_validation_measures_trees(target: FrozenTarget, tmp_path: Path) -> None:
-    module = build(target)
+@pytest.mark.parametrize("path_width", [0, 32])
+def test_the_loss_falls_and_validation_measures_trees(target: FrozenTarget, tmp_path: Path, path_width: int) -> None:
+    module = build(target, path_width)
     fitter = trainer(
         target, tmp_path, [], max_steps=30, val_check_interval=15, check_val_every_n_epoch=None, limit_val_batches=2
     )

@@ -44,10 +44,13 @@ class Watch(L.Callback):
         self.graphs.append(graphs_made())
 
 
-def fit(target: FrozenTarget, folder: Path, *callbacks: L.Callback, labels: str = "hard", **settings: Any) -> Watch:
+def fit(
+    target: FrozenTarget, folder: Path, *callbacks: L.Callback, labels: str = "hard", path_width: int = 0, **settings: Any
+) -> Watch:
     torch.compiler.reset()
     torch.manual_seed(0)
-    config = embedded_config(block_size=8, head_dim=64, num_hidden_layers=2, target_fingerprint=target.fingerprint)
+    sizes = {"block_size": 8, "head_dim": 64, "num_hidden_layers": 2, "path_width": path_width}
+    config = embedded_config(target_fingerprint=target.fingerprint, **sizes)
     module = DrafterModule(config.to_dict(), target.ends(), {"weights": "dpace", "labels": labels}, anchors=16, seed=3, lr=1e-3)
     data = RowDataModule(packed_rows([[(128, 4)], [(60, 4), (40, 30)]] * 8), packed_rows([[(128, 4)]] * 5, seed=1), 4, 1)
     watch = Watch()
@@ -75,11 +78,14 @@ def fit(target: FrozenTarget, folder: Path, *callbacks: L.Callback, labels: str 
     return watch
 
 
-@pytest.mark.parametrize("labels", ["hard", "soft"])
-def test_nothing_compiles_after_it_and_losses_are_those_without(target: FrozenTarget, tmp_path: Path, labels: str) -> None:
-    warm = fit(target, tmp_path, CompileWarmup(), ModelCheckpoint(tmp_path, every_n_train_steps=3), labels=labels)
+@pytest.mark.parametrize(("labels", "path_width"), [("hard", 0), ("soft", 0), ("hard", 32)])
+def test_nothing_compiles_after_it_and_losses_are_those_without(
+    target: FrozenTarget, tmp_path: Path, labels: str, path_width: int
+) -> None:
+    kind: dict[str, Any] = {"labels": labels, "path_width": path_width}
+    warm = fit(target, tmp_path, CompileWarmup(), ModelCheckpoint(tmp_path, every_n_train_steps=3), **kind)
     assert len(set(warm.graphs)) == 1  # train, validation with a partial batch, checkpoint
-    cold = fit(target, tmp_path, labels=labels)
+    cold = fit(target, tmp_path, **kind)
     assert all(torch.equal(one, other) for one, other in zip(warm.random, cold.random, strict=True))
     # FlexAttention's and the head's kernels add in one order, so equal is equal.
     assert warm.losses == pytest.approx(cold.losses, rel=1e-5)
