@@ -16,7 +16,21 @@ from dflash_lit.errors import UserError
 if TYPE_CHECKING:
     from dflash_lit.target.frozen import FrozenTarget
 
-__all__ = ["TargetReader", "put_behind"]
+__all__ = ["TargetReader", "no_trees", "put_behind"]
+
+
+def no_trees(target: FrozenTarget) -> str | None:
+    """Why drafts that branch cannot be verified by ``target`` in one pass; None if they can.
+
+    Drafts of one place stand in several columns: attention has to go by the positions it is given.
+    """
+    given = "position_ids" in inspect.signature(target.model.forward).parameters
+    if not given or getattr(target.info.text, "alibi", False):
+        return (
+            f"target.path={target.info.path!r}: its attention counts columns (ALiBi) rather than positions, so several drafts "
+            "of one place cannot be verified in one pass; decode with a chain"
+        )
+    return None
 
 
 def put_behind(buffer: Tensor, lengths: Tensor, new: Tensor) -> None:
@@ -82,7 +96,8 @@ class TargetReader:
         Raises:
             UserError: if the target cannot read trees.
         """
-        self._refuse_columns()
+        if reason := no_trees(self.target):
+            raise UserError(reason)
         # No mask is needed: what stands behind a text's end is in front of none of its tokens.
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         last = sorted({length - 1 for length in lengths})
@@ -143,16 +158,6 @@ class TargetReader:
         with self.target.capture(self.layer_ids) as found:
             logits = self.target.model(**arguments).logits
         return logits, torch.cat([found[i] for i in self.layer_ids], dim=-1)
-
-    def _refuse_columns(self) -> None:
-        """Drafts of one place stand in several columns: attention has to go by the positions it is given."""
-        target = self.target
-        given = "position_ids" in inspect.signature(target.model.forward).parameters
-        if not given or getattr(target.info.text, "alibi", False):
-            raise UserError(
-                f"target.path={target.info.path!r}: its attention counts columns (ALiBi) rather than positions, so several drafts "
-                "of one place cannot be verified in one pass; decode with a chain"
-            )
 
     def _mask(self, visible: Tensor) -> Tensor:
         """``visible`` [R, Q, S] as the attention takes it: [R, 1, Q, S]."""
