@@ -231,7 +231,7 @@ def sweep(
             for number in numbers:
                 own.append(runs.plain(number))
                 advance()
-        if timed:
+        if timed and prompts:
             clock = Stages(target.device)
             for number in numbers[:timed]:
                 runs.plain(number, clock)
@@ -244,6 +244,8 @@ def sweep(
                 by_budget[-1].append(runs.drafted(number, budget))
                 advance()
             clock = Stages(target.device)
+            if timed and prompts:
+                runs.drafted(0, budget, Stages(target.device), tokens=4)
             for number in numbers[:timed]:
                 runs.drafted(number, budget, clock)
             stages.append(clock.milliseconds())

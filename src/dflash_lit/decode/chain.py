@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.blocks import slot_tokens
-from dflash_lit.decode.proposer import Drafts, ProposingDrafter, one_block_attention, proposer_of
+from dflash_lit.decode.proposer import Drafts, ProposingDrafter, Settled, one_block_attention, proposer_of
 from dflash_lit.decode.stages import Timing, untimed
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.target.frozen import TargetEnds
@@ -32,6 +32,7 @@ __all__ = [
     "decode_plain",
     "draft_logits",
     "one_block_attention",
+    "settle_chain",
     "until_end",
 ]
 
@@ -167,6 +168,12 @@ class ChainDraft:
             return Drafts(tokens, depths.expand_as(tokens), sees)
 
 
+def settle_chain(drafts: Drafts, chosen: Tensor) -> Settled:
+    """The longest prefix of drafts that are the target's own choices, and its bonus token. P = Q: a chain stays where it is."""
+    accepted = (drafts.tokens[:, 1:] == chosen[:, :-1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
+    return Settled(drafts.depths, chosen.gather(1, accepted)[:, 0], torch.cat([chosen, accepted + 1], dim=1))
+
+
 @torch.inference_mode()
 def decode_chain(
     target: DecodingTarget,
@@ -188,7 +195,7 @@ def decode_chain(
     started = time.perf_counter()
     config = drafter.config
     state, proposer = target.reader(config.target_layer_ids), proposer_of(drafter, target.ends(), 1)
-    draft, slots = ChainDraft(), config.block_size - 1
+    draft = ChainDraft()
 
     logits, features = state.read(torch.tensor([prompt], device=target.device), last_only=True)
     assert features is not None
@@ -202,14 +209,13 @@ def decode_chain(
             assert features is not None
             chosen = choose(logits, temperature, generator)
         with stages("commit"):
-            hits = (drafts.tokens[:, 1:] == chosen[:, :-1]).long().cumprod(dim=1)
-            # One wait for the device a round.
-            *tokens, accepted = torch.cat([chosen[0], hits.sum()[None]]).tolist()
-            state.forget(slots - accepted)
-            proposer.remember(features, [accepted + 1])
-            anchor = chosen[:, accepted]
+            settled = proposer.settle(settle_chain, drafts, chosen)
+            anchor = settled.anchors
+            *tokens, kept = settled.packed[0].tolist()
+            state.forget(config.block_size - kept)
+            proposer.remember(features, [kept])
             # Accepted drafts are what the target chose itself.
-            new = until_end(tokens[: accepted + 1], target.eos_ids)
+            new = until_end(tokens[:kept], target.eos_ids)
             ids += new
             rounds.append(len(new))
     return Decoded(ids[:max_new_tokens], rounds, time.perf_counter() - started)

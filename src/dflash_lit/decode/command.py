@@ -15,10 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dflash_lit.compilation.cache import use_cache
 from dflash_lit.data.prompts import file_prompts, stdlib_prompts
-from dflash_lit.decode.acceptance import Acceptance, sweep
+from dflash_lit.decode.acceptance import Acceptance, MeasuredTarget, sweep
 from dflash_lit.decode.picture import draw_budgets
+from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.stages import STAGES
+from dflash_lit.decode.static_drafter import can_be_static, static_pair
+from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter
 from dflash_lit.options import budgets, natural, temperature, whole
@@ -50,6 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of the prompts' choice")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="decode, plainly too, by compiled passes of static shapes (default: on a GPU, if the target's code allows it)",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--draw", metavar="FILE", help="draw tau and speed against the budget: a .png, .svg or .pdf file")
@@ -91,14 +101,23 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"warning: the drafter was trained for another target ({made_for}, this is {target.fingerprint})", file=sys.stderr
         )
+    texts = [prompt.input_ids for prompt in prompts]
+    if any(nodes) and target.no_trees:
+        raise UserError(f"{target.no_trees} (--budgets 0)")
+    sides: tuple[MeasuredTarget, Drafter | ProposingDrafter] = (target, drafter)
+    if args.compile or (args.compile is None and device.type == "cuda" and can_be_static(target)):
+        if device.type == "cuda":
+            use_cache()
+        sides = static_pair(
+            target, drafter, longest_prompt=max(map(len, texts)), max_new_tokens=args.max_new_tokens, budgets=nodes
+        )
     results: list[Acceptance] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=args.json) as progress:
         for heat in args.temperature:
             results += sweep(
-                target,
-                drafter,
-                [prompt.input_ids for prompt in prompts],
+                *sides,
+                texts,
                 nodes,
                 max_new_tokens=args.max_new_tokens,
                 temperature=heat,

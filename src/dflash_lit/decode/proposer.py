@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +20,17 @@ from dflash_lit.target.frozen import TargetEnds
 if TYPE_CHECKING:
     from dflash_lit.decode.tree import Tree
 
-__all__ = ["Draft", "Drafts", "EagerProposer", "Proposer", "ProposingDrafter", "one_block_attention", "proposer_of"]
+__all__ = [
+    "Draft",
+    "Drafts",
+    "EagerProposer",
+    "Proposer",
+    "ProposingDrafter",
+    "Settle",
+    "Settled",
+    "one_block_attention",
+    "proposer_of",
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,25 @@ class Draft(Protocol):
         """See :func:`dflash_lit.decode.chain.draft_logits` for the arguments."""
 
 
+@dataclass(frozen=True)
+class Settled:
+    """What the target accepts of drafts.
+
+    Attributes:
+        rows: int64 [R, P]: which of the Q tokens stay, in this order; from the counts on they mean nothing.
+        anchors: int64 [R]: the next ones: the target's tokens behind the last that stays.
+        packed: int64 [R, P + 1]: what the target chose behind each of ``rows``, and how many count: one thing for the host to
+            wait for.
+    """
+
+    rows: Tensor
+    anchors: Tensor
+    packed: Tensor
+
+
+Settle = Callable[[Drafts, Tensor], Settled]
+
+
 class Proposer(Protocol):
     """What decoding asks of a drafter."""
 
@@ -64,6 +93,9 @@ class Proposer(Protocol):
 
     def propose(self, draft: Draft, anchors: Tensor, stages: Timing) -> Drafts:
         """Drafts behind the anchors, int64 [R], that stand right after what is remembered."""
+
+    def settle(self, settle: Settle, drafts: Drafts, chosen: Tensor) -> Settled:
+        """What the target's choices, int64 [R, Q], make of the drafts: ``settle(drafts, chosen)``."""
 
 
 def one_block_attention(causal: bool, present: Tensor | None = None) -> Attend:
@@ -109,6 +141,9 @@ class EagerProposer:
         places = torch.tensor(cache.lengths, device=anchors.device)
         attend = one_block_attention(self.drafter.config.causal, cache.present())
         return draft(self.drafter, self.ends, anchors, places, cache.views(), attend, stages)
+
+    def settle(self, settle: Settle, drafts: Drafts, chosen: Tensor) -> Settled:
+        return settle(drafts, chosen)
 
 
 class ProposingDrafter(Protocol):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.decode.chain import Decoded, DecodingTarget, Reader, choose, draft_logits, until_end
-from dflash_lit.decode.proposer import Drafts, ProposingDrafter, proposer_of
+from dflash_lit.decode.proposer import Drafts, ProposingDrafter, Settled, proposer_of
 from dflash_lit.decode.stages import Timing, untimed
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.objective.tree import frontier_pairs
@@ -38,6 +38,7 @@ __all__ = [
     "decode_tree",
     "decode_tree_batch",
     "draft_tree",
+    "settle_tree",
 ]
 
 
@@ -158,6 +159,13 @@ def accept(tree: Tree, chosen: Tensor) -> Path:
     rows.scatter_(1, places, torch.arange(places.shape[1], device=places.device).expand_as(places))
     rows = rows[:, :-1]
     return Path(rows, chosen.gather(1, rows), accepted.sum(dim=1))
+
+
+def settle_tree(drafts: Drafts, chosen: Tensor) -> Settled:
+    """:func:`accept`, for one round of decoding."""
+    assert drafts.tree is not None
+    path = accept(drafts.tree, chosen)
+    return Settled(path.rows, path.bonus, torch.cat([path.tokens, path.counts[:, None]], dim=1))
 
 
 def draft_tree(
@@ -293,20 +301,18 @@ def decode_tree_batch(
 
     while going := unfinished():
         drafts = proposer.propose(draft, anchors, stages)
-        assert drafts.tree is not None
         with stages("verify"):
             logits, features = state.read_tree(drafts.tokens, drafts.depths, drafts.sees)
             assert features is not None
             chosen = choose(logits, temperature, generator)
         with stages("commit"):
-            path = accept(drafts.tree, chosen)
-            anchors = path.bonus
-            # One wait for the device a round.
-            made = torch.cat([path.tokens, path.counts[:, None]], dim=1).tolist()
+            settled = proposer.settle(settle_tree, drafts, chosen)
+            anchors = settled.anchors
+            made = settled.packed.tolist()
             # A text that had ended before stays as it is: it must not grow past the target's positions.
             counts = [yielded[-1] if row in going else 0 for row, yielded in enumerate(made)]
-            state.keep(path.rows, counts)
-            proposer.remember(features.gather(1, path.rows[..., None].expand(-1, -1, features.shape[2])), counts)
+            state.keep(settled.rows, counts)
+            proposer.remember(features.gather(1, settled.rows[..., None].expand(-1, -1, features.shape[2])), counts)
             for row in going:
                 new = until_end(made[row][: counts[row]], target.eos_ids)
                 ids[row] += new

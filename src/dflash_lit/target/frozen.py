@@ -352,6 +352,11 @@ class FrozenTarget:
             yield function(self, item)
 
     @property
+    def layers(self) -> nn.ModuleList:
+        """Its decoder layers."""
+        return self._layers
+
+    @property
     def no_trees(self) -> str | None:
         """Why draft trees cannot be verified, None if they can; see :func:`~dflash_lit.target.reader.no_trees`."""
         return no_trees(self)
