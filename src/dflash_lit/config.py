@@ -122,6 +122,7 @@ class EvaluationSection:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
     tree_budgets: list[int] = field(default_factory=lambda: [16, 64, 256])  # of the teacher-forced val/tree_eal@...
     budgets: list[int] = field(default_factory=lambda: [16, 64])  # of the draft trees decoded after training; may be empty
+    compile: Optional[bool] = None  # chains and the target alone by compiled passes; on a GPU, if the target's code allows it
 
 
 @dataclass

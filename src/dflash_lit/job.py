@@ -36,7 +36,9 @@ from dflash_lit.data.documents import Document
 from dflash_lit.data.packing import PackedRows, pack
 from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
 from dflash_lit.data.respond import Responses, is_repetitive, respond
-from dflash_lit.decode.acceptance import measure, measure_together, round_samples
+from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
+from dflash_lit.decode.proposer import ProposingDrafter
+from dflash_lit.decode.static_drafter import can_be_static, static_pair
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter, save_drafter
@@ -83,7 +85,7 @@ def prepare_process(cfg: TrainConfig, plan: Plan, device: torch.device) -> None:
         torch.set_num_threads(cfg.trainer.threads)
     elif plan.layout.world > 1:
         torch.set_num_threads(threads_of_a_rank(plan.layout.ranks_per_host))
-    if device.type == "cuda" or cfg.drafter.compile or cfg.target.compile:
+    if device.type == "cuda" or cfg.drafter.compile or cfg.target.compile or cfg.evaluation.compile:
         use_cache()
 
 
@@ -424,10 +426,10 @@ class Job:
         summary: dict[str, Any] = {}
         if not target.info.packs:
             summary["not_decoded"] = f"rejected drafts cannot be taken back from layers of kind {target.info.not_packed!r}"
+        sides = self._sides(target, drafter, data)
         for temperature in settings.temperatures if target.info.packs else ():
             got = measure(
-                target,
-                drafter,
+                *sides,
                 data.eval_prompts,
                 max_new_tokens=self.plan.max_new_tokens,
                 temperature=temperature,
@@ -486,6 +488,18 @@ class Job:
             "report": _shown(self.folder / "report.html"),
         }
         return summary
+
+    def _sides(
+        self, target: FrozenTarget, drafter: Drafter, data: JobData
+    ) -> tuple[MeasuredTarget, Drafter | ProposingDrafter]:
+        """What is decoded one by one, for its speed: plain and drafted passes alike compiled, or alike not."""
+        compiles = self.cfg.evaluation.compile
+        if not data.eval_prompts or not (
+            compiles or (compiles is None and self.device.type == "cuda" and can_be_static(target))
+        ):
+            return target, drafter
+        longest = max(map(len, data.eval_prompts))
+        return static_pair(target, drafter, longest_prompt=longest, max_new_tokens=self.plan.max_new_tokens, budgets=[0])
 
     def _untrained(self, target: FrozenTarget, data: JobData) -> float:
         """Tau of a drafter with fresh random weights on a few of the same prompts: the floor; NaN if none is decoded."""
