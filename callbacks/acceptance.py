@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Sequence
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from dflash_lit.decode.acceptance import measure
+from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together
+from dflash_lit.errors import UserError
 from dflash_lit.module import DrafterModule
 
 __all__ = ["Acceptance"]
@@ -17,48 +18,83 @@ _log = logging.getLogger(__name__)
 
 
 class Acceptance(Callback):
-    """Decode a few held-out prompts greedily at the start and after every validation; log ``acceptance/tau_greedy``.
+    """Decode a few held-out prompts greedily; log ``acceptance/tau_greedy`` of chains and ``val/tau@BUDGET`` of draft trees.
+
+    Chains at the start and after every validation, trees after every validation: all prompts of a budget in one batch. Any of
+    these can be the ``monitor`` of a checkpoint callback. Nothing is compiled for it.
 
     Prompts come from the data module (``eval_prompts``), the target from the placement (``strategy.target``). Without prompts,
-    as for a target that cannot decode with drafts, nothing is logged.
+    as for a target that cannot decode with drafts, nothing is logged; nor are trees for a target that cannot verify them.
 
     Args:
         prompts: how many.
         max_new_tokens: tokens each.
         suspicious: warn when decoding accepts less than this share of what the teacher-forced ``val/chain_eal`` promises:
             high accuracy with short decoded blocks means that training saw something that serving does not.
+        budgets: nodes of the draft trees, one budget or several; 0 or none for no trees.
+
+    Raises:
+        UserError: for budgets that are negative, no whole numbers, or there twice.
     """
 
-    def __init__(self, prompts: int = 4, max_new_tokens: int = 64, suspicious: float = 0.6) -> None:
+    def __init__(
+        self,
+        prompts: int = 4,
+        max_new_tokens: int = 64,
+        suspicious: float = 0.6,
+        budgets: int | Sequence[int] | None = (64,),
+    ) -> None:
         self.prompts, self.max_new_tokens, self.suspicious = prompts, max_new_tokens, suspicious
+        given = [budgets] if isinstance(budgets, int) else list(budgets or ())
+        if given == [0]:
+            given = []
+        if any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in given) or len(set(given)) < len(given):
+            raise UserError(f"budgets={given}: give different whole numbers from 1 up, or 0 for no trees")
+        self.budgets = given
 
-    def _tau(self, trainer: L.Trainer, module: DrafterModule) -> float:
+    def _taus(self, trainer: L.Trainer, module: DrafterModule, budgets: Sequence[int]) -> dict[str, float]:
         """Measured by rank 0 for all: its drafter is everybody's."""
-        tau = math.nan
+        taus: dict[str, float] = {}
         if trainer.is_global_zero:
-            tau = measure(
-                trainer.strategy.target,  # type: ignore[attr-defined]
-                module.drafter,
-                trainer.datamodule.eval_prompts[: self.prompts],  # type: ignore[attr-defined]
-                max_new_tokens=self.max_new_tokens,
-                plain=False,
-            ).tau
-        return trainer.strategy.broadcast(tau)
+            target: MeasuredTarget = trainer.strategy.target  # type: ignore[attr-defined]
+            prompts = trainer.datamodule.eval_prompts[: self.prompts]  # type: ignore[attr-defined]
+            length = self.max_new_tokens
+            taus["acceptance/tau_greedy"] = measure(target, module.drafter, prompts, max_new_tokens=length, plain=False).tau
+            for budget in budgets if target.no_trees is None else ():
+                got = measure_together(target, module.drafter, prompts, budget, max_new_tokens=length)
+                taus[f"val/tau@{budget}"] = got.tau
+        return trainer.strategy.broadcast(taus)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a monitor that would never be logged: Lightning says so only after the first validation.
+
+        Raises:
+            UserError: naming it and the cure.
+        """
+        monitors = [str(getattr(callback, "monitor", None)) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        for monitor in monitors:
+            if not monitor.startswith("val/tau@"):
+                continue
+            instead = "monitor val/tree_eal@64 instead"
+            if not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
+                raise UserError(f"monitor={monitor}: nothing is decoded for this target; {instead}")
+            if reason := trainer.strategy.target.no_trees:  # type: ignore[attr-defined]
+                raise UserError(f"monitor={monitor}: {reason}; {instead}")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DrafterModule)
         if not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
             return
-        tau = self._tau(trainer, pl_module)
+        taus = self._taus(trainer, pl_module, ())
         for logger in trainer.loggers:
-            logger.log_metrics({"acceptance/tau_greedy": tau}, step=trainer.global_step)
+            logger.log_metrics(taus, step=trainer.global_step)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking or not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
             return
         assert isinstance(pl_module, DrafterModule)
-        tau = self._tau(trainer, pl_module)
-        pl_module.log("acceptance/tau_greedy", tau)
+        for name, tau in self._taus(trainer, pl_module, self.budgets).items():
+            pl_module.log(name, tau)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         tau, promised = trainer.callback_metrics.get("acceptance/tau_greedy"), trainer.callback_metrics.get("val/chain_eal")

@@ -153,6 +153,22 @@ def test_a_warm_start_may_add_a_path_head_and_nothing_else(embedded: FrozenTarge
             planned(f"drafter.path_width={ours}", f"drafter.init_from={folders[theirs]}")
 
 
+def test_a_monitor_that_would_not_be_logged_is_refused(tmp_path: Path) -> None:
+    """The monitor of the best checkpoint may be the decoded length of draft trees, at a budget that is decoded."""
+
+    def made(*overrides: str) -> list[Any]:
+        cfg = configured("trainer.accelerator=cpu", "logger={}", f"paths.output_dir={tmp_path}", *overrides)
+        return Job(cfg, make_plan(cfg)).instances()[0]
+
+    assert len(made("callbacks.checkpoint.monitor=val/tau@64")) == len(made())
+    made("callbacks.checkpoint.monitor=val/tau@16", "callbacks.acceptance.budgets=[16,64]")
+    for budgets in ("0", "[16]"):
+        with pytest.raises(UserError, match=r"monitor=val/tau@64 of ModelCheckpoint.*callbacks\.acceptance\.budgets"):
+            made("callbacks.checkpoint.monitor=val/tau@64", f"callbacks.acceptance.budgets={budgets}")
+    with pytest.raises(UserError, match=r"callbacks\.acceptance: budgets=\[-1\]"):
+        made("callbacks.acceptance.budgets=-1")
+
+
 IMPOSSIBLE: list[tuple[str, str]] = [
     ("drafter.block_size=1", r"drafter\.block_size=1"),
     ("drafter.layers=0", r"drafter\.layers=0"),
@@ -207,6 +223,8 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("placement.timeout_s=0", r"placement\.timeout_s=0"),
     ("trainer.precision=16-mixed", r"trainer\.precision='16-mixed'"),
     ("evaluation.tree_budgets=[0]", r"evaluation\.tree_budgets"),
+    ("evaluation.budgets=[0]", r"evaluation\.budgets=\[0\]"),
+    ("evaluation.budgets=[16,16]", r"evaluation\.budgets=\[16, 16\]: give different budgets"),
     ("evaluation.temperatures=[-1]", r"evaluation\.temperatures"),
     ("ckpt_path=/no/such.ckpt", r"ckpt_path='/no/such\.ckpt'"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from dflash_lit import pictures
 from dflash_lit.errors import UserError
 from dflash_lit.report import closing_table, load_metrics, main, write_report
+from dflash_lit.report_page import decoded_taus
 
 SLOTS = range(1, 8)
 
@@ -26,7 +28,13 @@ SUMMARY = {
     "drafter_parameters": 1_203_456,
     "target_parameters": 3_145_728,
     "tau_greedy": 3.418,
+    "tau_greedy_error": 0.11,
+    "tau_greedy@16": 4.052,
+    "tau_greedy@16_error": 0.14,
+    "tau_greedy@64": 4.623,
     "tau_t0.7": 2.871,
+    "tau_t0.7@16": 3.304,
+    "tau_t0.7@16_error": 0.1,
     "tau_untrained": 1.012,
     "lossless": True,
     "lossless_prompts": "32/32",
@@ -133,7 +141,7 @@ def test_the_page_is_well_formed(html: str) -> None:
     # Two figures may share a marker or clip path only if it is the same one: ids are hashes of the content.
     definitions = re.findall(r'<(?:path|clipPath) id="([^"]*)"(.*?)(?:/>|</clipPath>)', html, flags=re.DOTALL)
     assert len(set(definitions)) == len(dict(definitions))
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 5
 
 
 def test_headline_numbers_come_first(html: str) -> None:
@@ -249,6 +257,20 @@ def test_acceptance_shows_the_first_and_the_last_validation(tmp_path: Path) -> N
     assert single.count("step 50<") == 1
 
 
+def test_decoded_tau_by_budget_needs_decoded_trees() -> None:
+    taus = decoded_taus(SUMMARY)
+    assert taus["greedy"][0] == (3.418, 0.11)
+    assert sorted(taus["greedy"]) == [0, 16, 64]
+    assert math.isnan(taus["greedy"][64][1])
+    assert sorted(taus["T=0.7"]) == [0, 16]
+    svg = pictures.tau_by_budget(taus)
+    assert svg is not None
+    for text in ("decoded, greedy", "decoded, T=0.7", ">chain<", ">64<"):
+        assert text in svg
+    assert pictures.tau_by_budget({"greedy": {0: (3.4, 0.1)}}) is None
+    assert pictures.tau_by_budget({}) is None
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_closing_table_fits_the_terminal(width: int) -> None:
     deep = "/".join(["a-folder-with-a-long-name"] * 8) + "/[bold]export"
@@ -258,8 +280,17 @@ def test_closing_table_fits_the_terminal(width: int) -> None:
     lines = buffer.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     text = buffer.getvalue()
-    assert text.count("incl. bonus") == 5
-    for part in ("3.42", "2.87", "1.01", "yes, 32/32", "@16: 3.82, @64: 4.27, @256: 4.66", "3 min 34 s", "2.34 GiB"):
+    assert text.count("incl. bonus") == 6
+    for part in (
+        "3.42",
+        "2.87",
+        "1.01",
+        "yes, 32/32",
+        "@16: 4.05, @64: 4.62",
+        "@16: 3.82, @64: 4.27, @256: 4.66",
+        "3 min 34 s",
+        "2.34 GiB",
+    ):
         assert part in text
     assert "123,456.7 -> 234,567.8 (1.90x, faster)" in text
     assert "(0.90x, slower)" in text
@@ -270,7 +301,7 @@ def test_closing_table_fits_the_terminal(width: int) -> None:
 def test_closing_table_of_an_unfinished_run_says_not_measured() -> None:
     buffer = io.StringIO()
     Console(file=buffer, width=80).print(closing_table({"lossless": False, "lossless_prompts": "30/32"}))
-    assert buffer.getvalue().count("not measured") == 9
+    assert buffer.getvalue().count("not measured") == 10
     assert "NO, 30/32 prompts identical" in buffer.getvalue()
 
 

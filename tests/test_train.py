@@ -71,11 +71,13 @@ def test_summary_report_and_table(whole: Path) -> None:
     summary = summary_of(whole)
     for key in (
         "tau_greedy tau_t0.7 tau_untrained lossless val/chain_eal val/tree_eal@16 val/tree_eal@64 val/tree_eal@256 "
+        "tau_greedy@16 tau_greedy@64 tau_greedy@64_error tau_t0.7@64 val/tau@64 "
         "tokens_per_s_plain tokens_per_s_drafted wall_s peak_rss_gib export_dir"
     ).split():
         assert summary[key] is not None, key
     assert summary["lossless"] is True
     assert summary["tau_greedy"] >= 1.0
+    assert summary["tau_greedy@64"] >= 1.0
     assert summary["steps"] == 4
     assert summary["val/chain_eal"] <= summary["val/tree_eal@64"] <= summary["val/tree_eal@256"]
     page = (whole / "report.html").read_text()
@@ -98,7 +100,14 @@ def test_export_is_the_served_format(whole: Path) -> None:
 
 def test_metrics_go_to_csv_and_to_an_offline_wandb_run(whole: Path) -> None:
     header = (whole / "csv" / "metrics.csv").read_text().splitlines()[0].split(",")
-    assert {"train/loss", "val/chain_eal", "val/tree_eal@64", "val/acceptance_slot_1", "acceptance/tau_greedy"} <= set(header)
+    assert {
+        "train/loss",
+        "val/chain_eal",
+        "val/tree_eal@64",
+        "val/acceptance_slot_1",
+        "acceptance/tau_greedy",
+        "val/tau@64",
+    } <= set(header)
     runs = list((whole / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(runs) == 1
     read = subprocess.run(
@@ -296,12 +305,14 @@ def test_evaluate_and_export_commands(whole: Path, shelf: Path) -> None:
         "--temperature",
         "0",
         "0.7",
+        "--budgets",
+        "0,8",
         "--json",
         folder=shelf,
     )
     assert done.returncode == 0, done.stderr
-    greedy, sampled = json.loads(done.stdout)
-    assert greedy["lossless"] is True
+    greedy, tree, sampled, _ = json.loads(done.stdout)
+    assert greedy["lossless"] is tree["lossless"] is True
     assert sampled["lossless"] is None
     assert greedy["tau"] >= 1
 

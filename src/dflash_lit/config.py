@@ -127,7 +127,9 @@ class EvaluationSection:
     prompts: int = 10  # held-out prompts decoded after training
     max_new_tokens: Optional[int] = None  # data.response_tokens: as long as what was trained on
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
-    tree_budgets: list[int] = field(default_factory=lambda: [16, 64, 256])
+    tree_budgets: list[int] = field(default_factory=lambda: [16, 64, 256])  # of the teacher-forced val/tree_eal@...
+    budgets: list[int] = field(default_factory=lambda: [16, 64])  # of the draft trees decoded after training; may be empty
+    compile: Optional[bool] = None  # chains and the target alone by compiled passes; on a GPU, if the target's code allows it
 
 
 @dataclass

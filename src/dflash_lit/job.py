@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,9 @@ from dflash_lit.data.documents import Document
 from dflash_lit.data.packing import PackedRows, pack
 from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
 from dflash_lit.data.respond import Responses, is_repetitive, respond
-from dflash_lit.decode.acceptance import measure, round_samples
+from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
+from dflash_lit.decode.proposer import ProposingDrafter
+from dflash_lit.decode.static_drafter import can_be_static, static_pair
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter, save_drafter
@@ -83,7 +85,7 @@ def prepare_process(cfg: TrainConfig, plan: Plan, device: torch.device) -> None:
         torch.set_num_threads(cfg.trainer.threads)
     elif plan.layout.world > 1:
         torch.set_num_threads(threads_of_a_rank(plan.layout.ranks_per_host))
-    if device.type == "cuda" or cfg.drafter.compile or cfg.target.compile:
+    if device.type == "cuda" or cfg.drafter.compile or cfg.target.compile or cfg.evaluation.compile:
         use_cache()
 
 
@@ -180,6 +182,7 @@ class Job:
                 if not isinstance(value, kind):
                     raise UserError(f"{section}.{name}: is no {kind.__name__}; check its _target_")
                 made[section].append(value)
+        _check_monitors(made["callbacks"])
         return made["callbacks"], made["logger"]
 
     def target(self) -> FrozenTarget | RemoteTarget:
@@ -425,10 +428,10 @@ class Job:
         summary: dict[str, Any] = {}
         if not target.info.packs:
             summary["not_decoded"] = f"rejected drafts cannot be taken back from layers of kind {target.info.not_packed!r}"
+        sides = self._sides(target, drafter, data)
         for temperature in settings.temperatures if target.info.packs else ():
             got = measure(
-                target,
-                drafter,
+                *sides,
                 data.eval_prompts,
                 max_new_tokens=self.plan.max_new_tokens,
                 temperature=temperature,
@@ -441,8 +444,19 @@ class Job:
                 f"{tau}_error": got.tau_error,
                 f"tokens_per_s_plain{tag}": got.tokens_per_s_plain,
                 f"tokens_per_s_drafted{tag}": got.tokens_per_s_drafted,
-                f"accepted_by_slot{tag}": got.accepted_by_slot,
+                f"accepted_by_slot{tag}": got.accepted_by_depth,
             }
+            for budget in settings.budgets if target.no_trees is None else ():
+                trees = measure_together(
+                    target,
+                    drafter,
+                    data.eval_prompts,
+                    budget,
+                    max_new_tokens=self.plan.max_new_tokens,
+                    temperature=temperature,
+                    seed=self.cfg.seed,
+                )
+                summary |= {f"{tau}@{budget}": trees.tau, f"{tau}@{budget}_error": trees.tau_error}
             if got.lossless is not None:
                 summary["lossless"] = got.lossless
                 summary["lossless_prompts"] = f"{got.identical}/{got.prompts}"
@@ -477,6 +491,18 @@ class Job:
         }
         return summary
 
+    def _sides(
+        self, target: FrozenTarget, drafter: Drafter, data: JobData
+    ) -> tuple[MeasuredTarget, Drafter | ProposingDrafter]:
+        """What is decoded one by one, for its speed: plain and drafted passes alike compiled, or alike not."""
+        compiles = self.cfg.evaluation.compile
+        if not data.eval_prompts or not (
+            compiles or (compiles is None and self.device.type == "cuda" and can_be_static(target))
+        ):
+            return target, drafter
+        longest = max(map(len, data.eval_prompts))
+        return static_pair(target, drafter, longest_prompt=longest, max_new_tokens=self.plan.max_new_tokens, budgets=[0])
+
     def _untrained(self, target: FrozenTarget, data: JobData) -> float:
         """Tau of a drafter with fresh random weights on a few of the same prompts: the floor; NaN if none is decoded."""
         drafter = Drafter(self.plan.drafter).to(self.plan.device)
@@ -500,6 +526,19 @@ class Job:
             if type(logger).__name__ == "WandbLogger":
                 logger.experiment.summary.update(numbers)  # type: ignore[attr-defined]
         Console().print(closing_table(summary, _shown(report)))
+
+
+def _check_monitors(callbacks: Sequence[Callback]) -> None:
+    """Decoded lengths of draft trees are logged only at the budgets asked for; Lightning would say so after hours."""
+    budgets = [budget for callback in callbacks for budget in getattr(callback, "budgets", ())]
+    logged = [f"val/tau@{budget}" for budget in budgets]
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and monitor.startswith("val/tau@") and monitor not in logged:
+            raise UserError(
+                f"monitor={monitor} of {type(callback).__name__}: will not be logged, only {', '.join(logged) or 'no val/tau'}; "
+                "add its budget to callbacks.acceptance.budgets"
+            )
 
 
 def _shown(path: Path) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["natural", "naturals", "temperature"]
+from dflash_lit.errors import UserError
+
+__all__ = ["budgets", "natural", "naturals", "temperature", "whole"]
 
 
 def natural(text: str) -> int:
@@ -21,8 +23,31 @@ def naturals(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers with commas between them") from error
 
 
+def budgets(text: str) -> list[int]:
+    """Node budgets of draft trees with commas between them; 0 is a chain.
+
+    Raises:
+        UserError: for one that is negative, no whole number, or there twice.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        if not part.strip().isdecimal():
+            raise UserError(f"--budgets {text}: {part.strip()!r} is no whole number from 0 (a chain) up")
+        if int(part) in found:
+            raise UserError(f"--budgets {text}: {int(part)} is there twice; name each budget once")
+        found.append(int(part))
+    return found
+
+
 def temperature(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not 0 (greedy) or positive")
+    return value
+
+
+def whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value

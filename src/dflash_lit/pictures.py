@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-__all__ = ["acceptance_by_slot", "budgets", "length_curves", "loss_curves", "tree_by_budget"]
+__all__ = ["acceptance_by_slot", "budgets", "length_curves", "loss_curves", "tau_by_budget", "tree_by_budget"]
 
 Series = Sequence[tuple[int, float]]
 """(optimizer step, value), steps ascending."""
@@ -48,13 +48,15 @@ def loss_curves(metrics: Mapping[str, Series]) -> str | None:
 
 
 def length_curves(metrics: Mapping[str, Series]) -> str | None:
-    """Accepted lengths over optimizer steps: validation chain EAL and tree EAL@64, and tau of real decoding."""
+    """Accepted lengths over optimizer steps: validation chain EAL and tree EAL@64, and tau of real decoding of both."""
     with _style():
         figure, axes = _canvas("optimizer step", "tokens per target pass (incl. bonus)")
         _line(axes, metrics.get("val/tree_eal@64", ()), "tree EAL@64", color=GREEN, marker="s", markersize=4)
         _line(axes, metrics.get("val/chain_eal", ()), "chain EAL", color=BLUE, marker="o", markersize=4)
         tau = metrics.get("acceptance/tau_greedy", ())
         _line(axes, tau, "decoded tau", color=ORANGE, marker="D", markersize=4, linestyle="--")
+        tree = metrics.get("val/tau@64", ())
+        _line(axes, tree, "decoded tree tau@64", color=GREY, marker="^", markersize=4, linestyle="--")
         axes.set_ylim(bottom=0)
         return _svg(figure, axes, "Accepted length over steps")
 
@@ -93,6 +95,29 @@ def tree_by_budget(tree: Mapping[int, float], chain: float | None) -> str | None
             axes.margins(x=0.12)
         axes.set_ylim(0, 1.2 * max([*tree.values(), chain or 0, 1]))
         return _svg(figure, axes, "Tree EAL by node budget")
+
+
+def tau_by_budget(decoded: Mapping[str, Mapping[int, tuple[float, float]]]) -> str | None:
+    """Decoded tau and its standard error against the node budget, a line a temperature; budget 0 is the chain.
+
+    None unless trees were decoded.
+    """
+    with _style():
+        figure, axes = _canvas("tree nodes the target verifies", "tokens per target pass (incl. bonus)")
+        shown = sorted({budget for taus in decoded.values() for budget in taus})
+        if any(shown):
+            looks = zip((ORANGE, BLUE, GREEN, GREY), "DosP", strict=True)
+            for (name, taus), (color, marker) in zip(decoded.items(), looks, strict=False):
+                points = [(shown.index(budget), *taus[budget]) for budget in sorted(taus)]
+                x, y, error = zip(*points, strict=True)
+                _line(axes, list(zip(x, y, strict=True)), f"decoded, {name}", color=color, marker=marker, markersize=5)
+                axes.errorbar(
+                    x, y, yerr=[e if math.isfinite(e) else 0 for e in error], color=color, capsize=3, linestyle="none"
+                )
+            axes.set_xticks(range(len(shown)), [str(budget) if budget else "chain" for budget in shown])
+            axes.margins(x=0.12)
+            axes.set_ylim(bottom=0)
+        return _svg(figure, axes, "Decoded tau by node budget")
 
 
 def budgets(values: Mapping[str, float]) -> dict[int, float]:

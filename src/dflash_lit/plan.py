@@ -217,6 +217,9 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
     _positive("evaluation", cfg.evaluation, "prompts", "max_new_tokens")
     if not cfg.evaluation.tree_budgets or min(cfg.evaluation.tree_budgets) < 1:
         raise UserError("evaluation.tree_budgets: give at least one budget, each 1 or more")
+    budgets = list(cfg.evaluation.budgets)
+    if any(budget < 1 for budget in budgets) or len(set(budgets)) < len(budgets):
+        raise UserError(f"evaluation.budgets={budgets}: give different budgets, each 1 or more, or none for no draft trees")
     if any(not 0 <= t < math.inf for t in cfg.evaluation.temperatures):
         raise UserError("evaluation.temperatures: must be 0 (greedy) or positive")
     if cfg.optimizer.kind not in ("adamw", "muon"):

@@ -31,6 +31,7 @@ from dflash_lit.report_page import (
     page,
     sampled_at,
     speed_text,
+    tree_tau_text,
     tree_text,
 )
 
@@ -84,6 +85,7 @@ def closing_table(summary: Mapping[str, Any], report: str | Path | None = None) 
     rows = [
         ("tau greedy (incl. bonus)", decimal(summary, "tau_greedy")),
         *((f"tau T={t} (incl. bonus)", decimal(summary, f"tau_t{t}")) for t in sampled_at(summary)),
+        ("tree tau (incl. bonus)", tree_tau_text(summary)),
         ("tau untrained (incl. bonus)", decimal(summary, "tau_untrained")),
         ("lossless", lossless_text(summary)),
         ("tokens/s greedy", speed_text(summary, "")),

@@ -13,7 +13,17 @@ from typing import Any
 
 from dflash_lit import pictures
 
-__all__ = ["decimal", "duration_text", "lossless_text", "number", "page", "sampled_at", "speed_text", "tree_text"]
+__all__ = [
+    "decimal",
+    "duration_text",
+    "lossless_text",
+    "number",
+    "page",
+    "sampled_at",
+    "speed_text",
+    "tree_tau_text",
+    "tree_text",
+]
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
 NOT_MEASURED = "not measured"
@@ -75,6 +85,26 @@ def speed_text(summary: Mapping[str, Any], suffix: str) -> str:
     pair = " -> ".join("?" if rate is None else f"{rate:,.1f}" for rate in (plain, drafted))
     ratio = ratio_text(summary, suffix)
     return f"{pair} ({ratio})" if ratio else pair
+
+
+def decoded_taus(summary: Mapping[str, Any]) -> dict[str, dict[int, tuple[float, float]]]:
+    """Temperature -> node budget -> decoded tau and its standard error (NaN if not known); budget 0 is the chain."""
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for key in summary:
+        match = re.fullmatch(r"tau_(greedy|t[0-9.e+-]+)(?:@(\d+))?", key)
+        value = number(summary, key)
+        if match is None or value is None:
+            continue
+        name = "greedy" if match[1] == "greedy" else f"T={match[1].removeprefix('t')}"
+        error = number(summary, f"{key}_error")
+        found.setdefault(name, {})[int(match[2] or 0)] = (value, math.nan if error is None else error)
+    return found
+
+
+def tree_tau_text(summary: Mapping[str, Any]) -> str:
+    """Of the greedy trees: "@16: 3.41, @64: 3.90"."""
+    taus = {budget: tau for budget, (tau, _) in decoded_taus(summary).get("greedy", {}).items() if budget}
+    return ", ".join(f"@{budget}: {tau:.2f}" for budget, tau in sorted(taus.items())) or NOT_MEASURED
 
 
 def tree_text(summary: Mapping[str, Any]) -> str:
@@ -142,6 +172,12 @@ def _cards(summary: Mapping[str, Any]) -> str:
         ),
         (
             "",
+            "tree tau by budget, greedy (incl. bonus)",
+            tree_tau_text(summary),
+            "The same with trees of drafts, by their number of nodes: the target verifies a whole tree in one pass.",
+        ),
+        (
+            "",
             "tau untrained (incl. bonus)",
             decimal(summary, "tau_untrained"),
             "The same with fresh random weights: the floor.",
@@ -183,6 +219,13 @@ def _figures(summary: Mapping[str, Any], metrics: Metrics) -> str:
             "What a larger tree of drafts brings over one chain; each node costs the target one more position to verify.",
         ),
     ]
+    drawn.append(
+        (
+            pictures.tau_by_budget(decoded_taus(summary)),
+            "Real decoding: what trees of drafts bring over one chain, with standard errors over prompts. A larger tree costs the "
+            "target more a pass; `dflash-lit evaluate` measures whether it is faster, too.",
+        )
+    )
     figures = [f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in drawn if svg]
     return "<h2>Pictures</h2><section class='figures'>" + "".join(figures) + "</section>" if figures else ""
 

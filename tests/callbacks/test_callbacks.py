@@ -10,12 +10,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks.acceptance import Acceptance
 from callbacks.export import Export
 from callbacks.finite_guard import FiniteGuard
 from callbacks.progress import Progress
 from dflash_lit.data.datamodule import RowDataModule
+from dflash_lit.decode.acceptance import measure_together
 from dflash_lit.errors import UserError
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.strategy import ColocatedStrategy
@@ -50,7 +52,7 @@ def fit(
         num_sanity_val_steps=1,
         callbacks=list(callbacks),
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         enable_model_summary=False,
         default_root_dir=folder,
     )
@@ -69,6 +71,46 @@ def test_real_decoding_is_logged_and_a_leak_reported(
     assert messages == [
         f"decoding yields {tau:.2f} tokens a pass where teacher-forced validation promises 5.00: look for a leak or shifted labels"
     ]
+
+
+def test_draft_trees_are_decoded_at_every_validation(embedded: FrozenTarget, tmp_path: Path) -> None:
+    trainer, module = fit(embedded, tmp_path, DrafterModule, Acceptance(2, 8, budgets=[4, 64]), Progress())
+    prompts = [list(range(5, 25)), list(range(30, 50))]
+    for budget in (4, 64):
+        logged = float(trainer.callback_metrics[f"val/tau@{budget}"])
+        assert logged == pytest.approx(measure_together(embedded, module.drafter, prompts, budget, max_new_tokens=8).tau)
+
+
+@pytest.mark.parametrize("none", [0, [], None])
+def test_no_draft_trees(embedded: FrozenTarget, tmp_path: Path, none: Any) -> None:
+    trainer, _ = fit(embedded, tmp_path, DrafterModule, Acceptance(1, 4, budgets=none), Progress())
+    assert "acceptance/tau_greedy" in trainer.callback_metrics
+    assert not any(name.startswith("val/tau@") for name in trainer.callback_metrics)
+
+
+def test_the_best_checkpoint_may_go_by_the_trees(embedded: FrozenTarget, tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, "step={step}", monitor="val/tau@16", mode="max", auto_insert_metric_name=False)
+    trainer, _ = fit(embedded, tmp_path, DrafterModule, Acceptance(1, 8, budgets=16), best, Progress())
+    assert Path(best.best_model_path).name == "step=2.ckpt"
+    assert best.best_model_score == trainer.callback_metrics["val/tau@16"]
+
+
+def test_a_target_that_verifies_no_trees_is_decoded_with_chains(
+    embedded: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded.info.config, "alibi", True, raising=False)
+    trainer, _ = fit(embedded, tmp_path, DrafterModule, Acceptance(1, 4), Progress())
+    assert "acceptance/tau_greedy" in trainer.callback_metrics
+    assert "val/tau@64" not in trainer.callback_metrics
+    best = ModelCheckpoint(tmp_path, monitor="val/tau@64")
+    with pytest.raises(UserError, match=r"monitor=val/tau@64: .*ALiBi.*monitor val/tree_eal@64 instead"):
+        fit(embedded, tmp_path, DrafterModule, Acceptance(1, 4), best, Progress())
+
+
+@pytest.mark.parametrize("budgets", [-1, [64, 64], [0, 64], [1.5], ["64"], [True]])
+def test_budgets_that_cannot_be(budgets: Any) -> None:
+    with pytest.raises(UserError, match="different whole numbers from 1 up, or 0 for no trees"):
+        Acceptance(budgets=budgets)
 
 
 def test_an_honest_run_is_not_suspected(embedded: FrozenTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from dflash_lit.decode.acceptance import _compare, measure, round_samples
+from dflash_lit.decode.acceptance import _compare, measure, measure_together, round_samples, sweep
+from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
-from tests.helpers import embedded_config, lively_drafter
+from tests.helpers import drafter_for, embedded_config, lively_drafter, tiny_target
 
 PROMPTS = [list(range(5, 25)), list(range(40, 64)), list(range(100, 130))]
 
@@ -21,12 +22,58 @@ def test_figures_of_a_measurement(embedded: FrozenTarget) -> None:
     assert got.tau == sum(rounds) / len(rounds)
     assert got.lossless is True
     assert (got.identical, got.near_ties, got.prompts) == (3, 0, 3)
-    assert got.accepted_by_slot == sorted(got.accepted_by_slot, reverse=True)
+    assert got.accepted_by_depth == sorted(got.accepted_by_depth, reverse=True)
     assert got.tokens_per_s_plain > 0
     assert drafter.training
     samples = round_samples(embedded, PROMPTS, got.drafted, 2)
     texts = ["".join(accepted + bonus for accepted, bonus in sample.rounds) for sample in samples]
     assert texts[0].startswith(embedded.tokenizer.decode(got.drafted[0].ids[:3]))
+
+
+def test_a_sweep_over_budgets(embedded: FrozenTarget) -> None:
+    target = tiny_target(embedded.info, vocab_size=16)
+    drafter, prompts = lively_drafter(drafter_for(target)).train(), [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    results = sweep(target, drafter, prompts, [0, 4, 40], max_new_tokens=24, reference=target, timed=1)
+    chain, small, large = results
+    assert drafter.training
+    assert [(r.budget, r.nodes) for r in results] == [(0, 3), (4, 4), (40, 40)]
+    assert chain.tau == measure(target, drafter, prompts, max_new_tokens=24).tau
+    for result in results:
+        assert result.lossless is True
+        assert len(result.accepted_by_depth) == 3
+        # A round yields its bonus token, and one for each depth at which a draft was accepted.
+        assert result.tau == pytest.approx(1 + sum(result.accepted_by_depth), abs=0.2)
+        low, high = result.tau_interval
+        assert low <= result.tau <= high
+        assert result.tau - low == pytest.approx(4.303 * result.tau_error, rel=1e-3)  # of three prompts
+        assert set(result.stage_ms) == {"draft", "build", "verify", "commit"}
+        assert min(result.stage_ms.values()) > 0 < result.plain_ms
+        assert result.speedup == result.tokens_per_s_drafted / result.tokens_per_s_plain
+        assert result.tokens_per_s_plain == chain.tokens_per_s_plain
+    assert max(chain.tau, small.tau) < large.tau
+    assert large.tau_error > 0
+
+
+def test_together_is_one_by_one_without_speeds(embedded: FrozenTarget) -> None:
+    drafter = lively_drafter(embedded_config())
+    alone = measure(embedded, drafter, PROMPTS, max_new_tokens=12, budget=16, plain=False)
+    together = measure_together(embedded, drafter, PROMPTS, 16, max_new_tokens=12)
+    assert [made.ids for made in together.drafted] == [made.ids for made in alone.drafted]
+    assert (together.tau, together.tau_error, together.prompts) == (alone.tau, alone.tau_error, 3)
+    assert math.isnan(together.tokens_per_s_drafted)
+    assert alone.tokens_per_s_drafted > 0
+    assert measure_together(embedded, drafter, [], 16, max_new_tokens=12).prompts == 0
+
+
+def test_trees_are_refused_before_anything_is_decoded_and_chains_are_not(embedded: FrozenTarget) -> None:
+    target = tiny_target(embedded.info, vocab_size=64)
+    target.info.config.alibi = True
+    drafter = lively_drafter(drafter_for(target))
+    with pytest.raises(UserError, match=r"counts columns \(ALiBi\).*decode with a chain \(budget 0\)"):
+        sweep(target, drafter, [[1, 2, 3]], [0, 16], max_new_tokens=4, reference=target)
+    with pytest.raises(UserError, match="decode with a chain"):
+        measure_together(target, drafter, [[1, 2, 3]], 16, max_new_tokens=4)
+    assert sweep(target, drafter, [[1, 2, 3]], [0], max_new_tokens=4, reference=target)[0].lossless is True
 
 
 def test_sampling_compares_nothing(embedded: FrozenTarget) -> None:

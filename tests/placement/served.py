@@ -89,6 +89,7 @@ def drafter_rank(world: World) -> None:
     facts |= asked_by_both(world, remote, local)
     facts |= called(channel, remote)
     facts |= read(remote, own)
+    facts |= read_trees(remote, own)
     facts |= remembered(world, channel, remote)
     meet(world, "apart")
     if world.rank == 0:
@@ -152,6 +153,30 @@ def read(remote: RemoteTarget, own: FrozenTarget) -> dict[str, Any]:
             here.forget(gone), there.forget(gone)
             same.append(here.length == there.length)
     return {"read": same}
+
+
+def read_trees(remote: RemoteTarget, own: FrozenTarget) -> dict[str, Any]:
+    """Texts that branch, read there and here: logits, features and what is kept of them, over several rounds."""
+    ids = batch_of(7)["input_ids"][:1].reshape(2, 32)
+    here, there = own.reader(LAYERS), remote.reader(LAYERS)
+    depths = torch.tensor([[0, 1, 1, 2]] * 2)
+    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool().expand(2, -1, -1)
+    same = []
+
+    def compare(name: str, *arguments: Any) -> None:
+        (logits, features), (other, theirs) = (getattr(r, name)(*arguments) for r in (here, there))
+        assert features is not None
+        assert theirs is not None
+        same.append(torch.equal(logits, other) and torch.equal(features, theirs))
+
+    with torch.inference_mode():
+        compare("read_prompts", ids[:, :20], [20, 12])
+        for start, counts in ((20, [3, 1]), (24, [0, 2]), (28, [2, 3])):
+            compare("read_tree", ids[:, start : start + 4], depths, sees)
+            for reader in (here, there):
+                reader.keep(torch.tensor([[0, 2, 3], [0, 1, 0]]), counts)
+            same.append(here.lengths == there.lengths and here.length == there.length)
+    return {"read_trees": same, "no_trees": remote.no_trees == own.no_trees}
 
 
 def remembered(world: World, channel: Channel, remote: RemoteTarget) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -23,7 +24,7 @@ Facts = dict[str, Any]
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     """Of both drafters."""
     folder = tmp_path_factory.mktemp("served")
-    done = run("tests/placement/served.py", folder=folder, OUT=str(folder), PYTHONPATH=".")
+    done = run("tests/placement/served.py", folder=folder, OUT=str(folder), PYTHONPATH=os.pathsep.join(("src", ".")))
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -54,6 +55,8 @@ def test_calls_come_back_in_order_and_errors_as_themselves(drafter: Facts) -> No
 
 def test_a_text_is_read_as_by_a_target_of_ones_own(drafter: Facts) -> None:
     assert drafter["read"] == [True] * 8
+    assert drafter["read_trees"] == [True] * 7
+    assert drafter["no_trees"]
 
 
 def test_nothing_is_kept_of_requests_that_are_over(drafter: Facts) -> None:

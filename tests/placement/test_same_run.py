@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def split_pair(shelf: Path, alone: list[Path]) -> list[Path]:
     """Two drafters with one and with three target ranks; spied on."""
     (shelf / "spy").mkdir()
     layouts = ("placement=split", "placement.drafters=2", "placement.targets=1,3")
-    spied = {"script": "tests/placement/spied.py", "SPY": str(shelf / "spy"), "PYTHONPATH": "."}
+    spied = {"script": "tests/placement/spied.py", "SPY": str(shelf / "spy"), "PYTHONPATH": os.pathsep.join(("src", "."))}
     return sweep(shelf, "1+2 and 3+2", *layouts, **spied)
 
 
@@ -127,6 +128,7 @@ def test_one_drafter_and_its_target(alone: list[Path], one_target: list[Path], l
     assert len(column(rows, "train/loss")) == len(column(rows, "train/gradient_norm")) == 5
     assert len(column(rows, "val/loss")) == len(column(rows, "val/tree_eal@64")) >= 2
     assert len(column(rows, "acceptance/tau_greedy")) >= 3  # the first before training
+    assert len(column(rows, "val/tau@64")) == len(column(rows, "val/loss"))  # decoded by the target, wherever it is
     assert len(batches) == 10
     assert {"rows", "anchors", "input_ids", "features", *(["last_hidden"] if labels else [])} <= set(batches[0])
 

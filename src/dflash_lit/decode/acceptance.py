@@ -6,31 +6,50 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from rich.progress import Progress
 from transformers import GenerationConfig
 
-from dflash_lit.decode.chain import Decoded, DecodingTarget, decode_chain, decode_plain
+from dflash_lit.decode.chain import Decoded, decode_chain, decode_plain
+from dflash_lit.decode.interval import ratio_error, student_t
+from dflash_lit.decode.proposer import ProposingDrafter
+from dflash_lit.decode.stages import Stages, Timing, untimed
+from dflash_lit.decode.tree import TreeTarget, decode_tree, decode_tree_batch
 from dflash_lit.drafter.model import Drafter
+from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget, generation_settings
 
-__all__ = ["Acceptance", "Sample", "decoding", "measure", "round_samples"]
+__all__ = ["Acceptance", "MeasuredTarget", "Sample", "decoding", "measure", "measure_together", "round_samples", "sweep"]
+
+
+class MeasuredTarget(TreeTarget, Protocol):
+    """A target to decode with, whole or in parts elsewhere."""
+
+    @property
+    def no_trees(self) -> str | None:
+        """Why it cannot verify draft trees; None if it can."""
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What decoding some prompts at one temperature gave.
+    """What decoding some prompts at one temperature and budget gave.
 
     Attributes:
         temperature: 0 is greedy.
+        budget: nodes of the draft trees; 0 is a chain.
+        nodes: drafts that the target verifies a pass, the anchor not counted.
         tau: mean tokens a verify pass over all rounds of all prompts, bonus included.
         tau_error: its standard error, over prompts (a prompt's rounds are not independent).
+        tau_interval: 95 % interval, by Student's t with prompts - 1 degrees of freedom.
         tokens_per_s_plain, tokens_per_s_drafted: new tokens a second without and with the drafter, batch 1.
-        accepted_by_slot: share of rounds whose slots 1..k were all accepted, k = 1..B-1.
+        accepted_by_depth: share of rounds that accepted a draft at depth k (hence at all before), k = 1..B-1.
         identical: prompts whose drafted output equals the target's own, token for token (greedy; None when sampled).
         near_ties: prompts where it differs first at a place at which the target's two best tokens are equal within its dtype.
         prompts: how many were decoded.
+        stage_ms: milliseconds a round of each stage, from a pass of its own that waits at their borders; empty if not asked for.
+        plain_ms: milliseconds a pass of the target alone, from that pass; NaN if not asked for.
         drafted: the responses.
     """
 
@@ -39,10 +58,14 @@ class Acceptance:
     tau_error: float
     tokens_per_s_plain: float
     tokens_per_s_drafted: float
-    accepted_by_slot: list[float]
+    accepted_by_depth: list[float]
     identical: int | None
     near_ties: int
     prompts: int
+    budget: int = 0
+    nodes: int = 0
+    stage_ms: dict[str, float] = field(default_factory=dict)
+    plain_ms: float = math.nan
     drafted: list[Decoded] = field(default_factory=list, repr=False)
 
     @property
@@ -50,94 +73,254 @@ class Acceptance:
         """Whether every greedy output was the target's own, rounding aside; None when sampled."""
         return None if self.identical is None else self.identical + self.near_ties == self.prompts
 
+    @property
+    def tau_interval(self) -> tuple[float, float]:
+        """NaN for fewer than two prompts that had a round."""
+        used = sum(bool(d.rounds) for d in self.drafted)
+        room = student_t(used - 1) * self.tau_error if used > 1 else math.nan
+        return self.tau - room, self.tau + room
+
+    @property
+    def speedup(self) -> float:
+        """Tokens a second with the drafter over those without."""
+        return self.tokens_per_s_drafted / self.tokens_per_s_plain if self.tokens_per_s_plain else math.nan
+
 
 @contextmanager
-def decoding(drafter: Drafter) -> Iterator[None]:
+def decoding(drafter: Drafter | ProposingDrafter) -> Iterator[None]:
     """Evaluation mode inside, the previous mode after."""
-    was = drafter.training
-    drafter.eval()
+    module = drafter if isinstance(drafter, Drafter) else drafter.drafter
+    was = module.training
+    module.eval()
     try:
         yield
     finally:
-        drafter.train(was)
+        module.train(was)
 
 
-def _ratio_error(drafted: Sequence[Decoded], tau: float) -> float:
-    """Standard error of the ratio tokens / rounds, with prompts as clusters."""
-    used = [d for d in drafted if d.rounds]
-    if len(used) < 2:
-        return math.nan
-    mean_rounds = sum(len(d.rounds) for d in used) / len(used)
-    squares = sum((sum(d.rounds) - tau * len(d.rounds)) ** 2 for d in used)
-    return math.sqrt(squares / (len(used) - 1) / len(used)) / mean_rounds
+@dataclass(frozen=True)
+class _Runs:
+    """Decoding of numbered prompts by one temperature, one by one."""
+
+    target: MeasuredTarget
+    drafter: Drafter | ProposingDrafter
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+    def _generator(self, number: int, stream: int) -> torch.Generator | None:
+        if not self.temperature:
+            return None
+        return torch.Generator(self.target.device).manual_seed(self.seed * 1_000_003 + 2 * number + stream)
+
+    def plain(self, number: int, stages: Timing = untimed, tokens: int | None = None) -> Decoded:
+        return decode_plain(
+            self.target,
+            list(self.prompts[number]),
+            tokens or self.max_new_tokens,
+            temperature=self.temperature,
+            generator=self._generator(number, 1),
+            stages=stages,
+        )
+
+    def drafted(self, number: int, budget: int, stages: Timing = untimed, tokens: int | None = None) -> Decoded:
+        prompt, count = list(self.prompts[number]), tokens or self.max_new_tokens
+        generator = self._generator(number, 0)
+        if budget:
+            return decode_tree(
+                self.target,
+                self.drafter,
+                prompt,
+                count,
+                budget,
+                temperature=self.temperature,
+                generator=generator,
+                stages=stages,
+            )
+        return decode_chain(
+            self.target, self.drafter, prompt, count, temperature=self.temperature, generator=generator, stages=stages
+        )
 
 
 def measure(
-    target: DecodingTarget,
-    drafter: Drafter,
+    target: MeasuredTarget,
+    drafter: Drafter | ProposingDrafter,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
+    budget: int = 0,
     temperature: float = 0.0,
     seed: int = 0,
     plain: bool = True,
     progress: Progress | None = None,
 ) -> Acceptance:
-    """Decode ``prompts`` one at a time with the drafter and, if ``plain``, by the target alone.
+    """:func:`sweep` of one budget; 0 is the chain."""
+    return sweep(
+        target,
+        drafter,
+        prompts,
+        [budget],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        reference=whole_target(target) if plain else None,
+        progress=progress,
+    )[0]
 
-    At temperature 0 the drafted output is also compared with Hugging Face's own ``generate``. Without ``plain`` there is
-    neither a comparison nor a plain rate (NaN).
 
-    Args:
-        target: with ``plain`` a :class:`FrozenTarget`, since ``generate`` takes the model itself.
+def whole_target(target: object) -> FrozenTarget:
+    """The target that ``generate`` is asked of.
 
     Raises:
-        TypeError: with ``plain``, if it is another kind of target.
+        TypeError: if it is not in this process.
     """
-    if plain and not isinstance(target, FrozenTarget):
+    whole = getattr(target, "whole", target)
+    if not isinstance(whole, FrozenTarget):
         raise TypeError(
             f"plain=True compares with the model's own generate: needs a FrozenTarget, not a {type(target).__name__}"
         )
-    task = progress.add_task(f"decode T={temperature:g}", total=len(prompts)) if progress else None
-    drafted: list[Decoded] = []
+    return whole
+
+
+def sweep(
+    target: MeasuredTarget,
+    drafter: Drafter | ProposingDrafter,
+    prompts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    reference: FrozenTarget | None = None,
+    timed: int = 0,
+    progress: Progress | None = None,
+) -> list[Acceptance]:
+    """Decode ``prompts`` one at a time at each budget and, with a ``reference``, by the target alone.
+
+    At temperature 0 the drafted outputs are also compared with Hugging Face's own ``generate``. Without ``reference`` there is
+    neither a comparison nor a plain rate (NaN).
+
+    Args:
+        budgets: nodes of the draft trees; 0 is a chain.
+        reference: the target whose ``generate`` is compared with.
+        timed: prompts that are decoded once more with a wait at the border of each stage, for ``stage_ms`` and ``plain_ms``.
+
+    Raises:
+        UserError: before anything is decoded, if there is a tree to verify and the target cannot.
+    """
+    if any(budgets) and (reason := target.no_trees):
+        raise UserError(f"{reason} (budget 0)")
+    runs = _Runs(target, drafter, prompts, max_new_tokens, temperature, seed)
+    steps = len(prompts) * (len(budgets) + (reference is not None))
+    task = progress.add_task(f"decode T={temperature:g}", total=steps) if progress else None
+    numbers = range(len(prompts))
+
+    def advance() -> None:
+        if progress and task is not None:
+            progress.advance(task)
+
     own: list[Decoded] = []
+    by_budget: list[list[Decoded]] = []
+    stages: list[dict[str, float]] = []
+    plain_ms = math.nan
     with decoding(drafter):
-        if plain and prompts:  # the first passes of a process pay for set-up that is nobody's speed
-            decode_chain(target, drafter, list(prompts[0]), 4)
-            decode_plain(target, list(prompts[0]), 4)
-        for number, prompt in enumerate(prompts):
-            ids = list(prompt)
+        if reference is not None and prompts:
+            # The first passes of a process pay for set-up that is nobody's speed.
+            runs.plain(0, tokens=4)
+            for number in numbers:
+                own.append(runs.plain(number))
+                advance()
+        if timed and prompts:
+            clock = Stages(target.device)
+            for number in numbers[:timed]:
+                runs.plain(number, clock)
+            plain_ms = clock.milliseconds().get("verify", math.nan)
+        for budget in budgets:
+            if reference is not None and prompts:
+                runs.drafted(0, budget, tokens=4)
+            by_budget.append([])
+            for number in numbers:
+                by_budget[-1].append(runs.drafted(number, budget))
+                advance()
+            clock = Stages(target.device)
+            if timed and prompts:
+                runs.drafted(0, budget, Stages(target.device), tokens=4)
+            for number in numbers[:timed]:
+                runs.drafted(number, budget, clock)
+            stages.append(clock.milliseconds())
+    references = _generate(reference, prompts, max_new_tokens) if reference is not None and temperature == 0 else None
+    results = []
+    for budget, drafted, stage_ms in zip(budgets, by_budget, stages, strict=True):
+        verdicts: list[str] | None = None
+        if reference is not None and references is not None:
+            verdicts = [
+                _compare(reference, list(prompt), made.ids, theirs)
+                for prompt, made, theirs in zip(prompts, drafted, references, strict=True)
+            ]
+        results.append(_acceptance(drafter, drafted, temperature, budget, verdicts, own, stage_ms, plain_ms))
+    return results
 
-            def generator(stream: int, number: int = number) -> torch.Generator | None:
-                return (
-                    torch.Generator(target.device).manual_seed(seed * 1_000_003 + 2 * number + stream) if temperature else None
-                )
 
-            arguments = {"temperature": temperature}
-            drafted.append(decode_chain(target, drafter, ids, max_new_tokens, generator=generator(0), **arguments))
-            if plain:
-                own.append(decode_plain(target, ids, max_new_tokens, generator=generator(1), **arguments))
-            if progress and task is not None:
-                progress.advance(task)
-    verdicts: list[str] = []
-    if plain and temperature == 0:
-        assert isinstance(target, FrozenTarget)
-        references = _generate(target, prompts, max_new_tokens)
-        for prompt, response, reference in zip(prompts, drafted, references, strict=True):
-            verdicts.append(_compare(target, list(prompt), response.ids, reference))
+def measure_together(
+    target: MeasuredTarget,
+    drafter: Drafter | ProposingDrafter,
+    prompts: Sequence[Sequence[int]],
+    budget: int,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Acceptance:
+    """The lengths alone, of trees for all prompts in one batch: cheaper than one by one, and no speed of batch 1 (NaN).
+
+    Raises:
+        UserError: if the target cannot verify trees.
+    """
+    if reason := target.no_trees:
+        raise UserError(reason)
+    generator = torch.Generator(target.device).manual_seed(seed) if temperature else None
+    texts = [list(prompt) for prompt in prompts]
+    with decoding(drafter):
+        drafted = (
+            decode_tree_batch(target, drafter, texts, max_new_tokens, budget, temperature=temperature, generator=generator)
+            if texts
+            else []
+        )
+    return _acceptance(drafter, drafted, temperature, budget, None, [], {}, math.nan, speed=False)
+
+
+def _acceptance(
+    drafter: Drafter | ProposingDrafter,
+    drafted: list[Decoded],
+    temperature: float,
+    budget: int,
+    verdicts: list[str] | None,
+    own: Sequence[Decoded],
+    stage_ms: dict[str, float],
+    plain_ms: float,
+    *,
+    speed: bool = True,
+) -> Acceptance:
     rounds = [r for d in drafted for r in d.rounds]
     tau = sum(rounds) / len(rounds) if rounds else math.nan
-    slots = drafter.config.block_size - 1
+    config = drafter.config
+    slots = config.block_size - 1
     return Acceptance(
         temperature=temperature,
         tau=tau,
-        tau_error=_ratio_error(drafted, tau),
+        tau_error=ratio_error([d.rounds for d in drafted], tau),
         tokens_per_s_plain=_rate(own),
-        tokens_per_s_drafted=_rate(drafted),
-        accepted_by_slot=[sum(r > k for r in rounds) / max(len(rounds), 1) for k in range(1, slots + 1)],
-        identical=verdicts.count("identical") if plain and temperature == 0 else None,
-        near_ties=verdicts.count("near tie"),
-        prompts=len(prompts),
+        tokens_per_s_drafted=_rate(drafted) if speed else math.nan,
+        accepted_by_depth=[sum(r > k for r in rounds) / max(len(rounds), 1) for k in range(1, slots + 1)],
+        identical=None if verdicts is None else verdicts.count("identical"),
+        near_ties=0 if verdicts is None else verdicts.count("near tie"),
+        prompts=len(drafted),
+        budget=budget,
+        # A block of few slots over a small vocabulary has fewer prefixes than the budget.
+        nodes=min(budget, sum(config.vocab_size**depth for depth in range(1, slots + 1))) if budget else slots,
+        stage_ms=stage_ms,
+        plain_ms=plain_ms,
         drafted=drafted,
     )
 

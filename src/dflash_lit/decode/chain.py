@@ -17,12 +17,14 @@ from torch import Tensor
 
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.blocks import slot_tokens
-from dflash_lit.decode.cache import ContextCache
 from dflash_lit.decode.lattice import Lattice, greedy_path, make_lattice
+from dflash_lit.decode.proposer import Drafts, ProposingDrafter, Settled, one_block_attention, proposer_of
+from dflash_lit.decode.stages import Timing, untimed
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.target.frozen import TargetEnds
 
 __all__ = [
+    "ChainDraft",
     "Decoded",
     "DecodingTarget",
     "Reader",
@@ -35,6 +37,7 @@ __all__ = [
     "draft_logits",
     "head_logits",
     "one_block_attention",
+    "settle_chain",
     "until_end",
 ]
 
@@ -72,25 +75,6 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
 def until_end(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
     """``tokens`` up to the first that ends a response, that one included."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in eos_ids), tokens)
-
-
-def one_block_attention(causal: bool, present: Tensor | None = None) -> Attend:
-    """Attention of a single block over a cached context, all of which it sees, or what is ``present``: bool [R, S]."""
-
-    def attend(queries: Tensor, context: ContextKV, block: ContextKV) -> Tensor:
-        keys = torch.cat([context[0], block[0]], dim=2)
-        values = torch.cat([context[1], block[1]], dim=2)
-        mask = None
-        if causal or present is not None:
-            size, total = queries.shape[2], keys.shape[2]
-            mask = torch.ones(size, total, dtype=torch.bool, device=queries.device)
-            if causal:
-                mask = mask.tril(total - size)
-            if present is not None:
-                mask = mask & F.pad(present, (0, size), value=True)[:, None, None]
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-
-    return attend
 
 
 def draft_hidden(
@@ -183,69 +167,93 @@ def decode_plain(
     *,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
+    stages: Timing = untimed,
 ) -> Decoded:
     """The target alone, a token a pass: what a drafter has to beat."""
     started = time.perf_counter()
     state = target.reader(())
-    ids: list[int] = []
-    current = torch.tensor([prompt], device=target.device)
-    while len(ids) < max_new_tokens:
-        logits, _ = state.read(current, last_only=True)
-        current = choose(logits[:, -1:], temperature, generator)
-        ids.append(int(current))
-        if ids[-1] in target.eos_ids:
-            break
+    logits, _ = state.read(torch.tensor([prompt], device=target.device), last_only=True)
+    current = choose(logits[:, -1:], temperature, generator)
+    ids = [int(current)]
+    while len(ids) < max_new_tokens and ids[-1] not in target.eos_ids:
+        with stages("verify"):
+            logits, _ = state.read(current, last_only=True)
+            current = choose(logits[:, -1:], temperature, generator)
+            ids.append(int(current))
     return Decoded(ids, [1] * (len(ids) - 1), time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class ChainDraft:
+    """:func:`draft_chain`, whatever the temperature: with one draft a place the most probable is what a sample most likely hits."""
+
+    def __call__(
+        self,
+        drafter: Drafter,
+        ends: TargetEnds,
+        anchors: Tensor,
+        places: Tensor,
+        context: Sequence[ContextKV],
+        attend: Attend,
+        stages: Timing,
+    ) -> Drafts:
+        with stages("draft"):
+            drafts = draft_chain(drafter, ends, anchors, places, context, attend)
+        with stages("build"):
+            tokens = torch.cat([anchors[:, None], drafts], dim=1)
+            depths = torch.arange(tokens.shape[1], device=tokens.device)
+            sees = (depths[:, None] >= depths).expand(len(tokens), -1, -1)
+            return Drafts(tokens, depths.expand_as(tokens), sees)
+
+
+def settle_chain(drafts: Drafts, chosen: Tensor) -> Settled:
+    """The longest prefix of drafts that are the target's own choices, and its bonus token. P = Q: a chain stays where it is."""
+    accepted = (drafts.tokens[:, 1:] == chosen[:, :-1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
+    return Settled(drafts.depths, chosen.gather(1, accepted)[:, 0], torch.cat([chosen, accepted + 1], dim=1))
 
 
 @torch.inference_mode()
 def decode_chain(
     target: DecodingTarget,
-    drafter: Drafter,
+    drafter: Drafter | ProposingDrafter,
     prompt: list[int],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
+    stages: Timing = untimed,
 ) -> Decoded:
     """Decode one prompt with the drafter.
-
-    Each round drafts the most probable token of slots 1..B-1, whatever the temperature: with one draft a place that is what the
-    target's sample most likely hits.
 
     Args:
         prompt: at least one token id.
         max_new_tokens: the response is cut there (or ends with an end token).
+        stages: told of the stages of each round.
     """
     started = time.perf_counter()
     config = drafter.config
-    ends = target.ends()
-    dtype = drafter.fc.weight.dtype
-    attend = one_block_attention(config.causal)
-    state = target.reader(config.target_layer_ids)
-    cache = ContextCache()
-
-    def remember(features: Tensor, first: int) -> None:
-        positions = torch.arange(first, first + features.shape[1], device=features.device)[None]
-        cache.append(drafter.context(features.to(dtype), positions))
+    state, proposer = target.reader(config.target_layer_ids), proposer_of(drafter, target.ends(), 1)
+    draft = ChainDraft()
 
     logits, features = state.read(torch.tensor([prompt], device=target.device), last_only=True)
     assert features is not None
-    remember(features, 0)
+    proposer.remember(features, [len(prompt)])
     anchor = choose(logits[:, -1], temperature, generator)  # [1]
     ids, rounds = [int(anchor)], []
     while len(ids) < max_new_tokens and ids[-1] not in target.eos_ids:
-        place = torch.tensor([state.length], device=target.device)
-        drafts = draft_chain(drafter, ends, anchor, place, cache.views(), attend)
-        block = torch.cat([anchor[:, None], drafts], dim=1)
-        logits, features = state.read(block)
-        assert features is not None
-        chosen = choose(logits, temperature, generator)
-        accepted = int((block[:, 1:] == chosen[:, :-1]).long().cumprod(dim=1).sum())
-        state.forget(config.block_size - 1 - accepted)
-        remember(features[:, : accepted + 1], state.length - accepted - 1)
-        anchor = chosen[:, accepted]
-        new = until_end([*block[0, 1 : accepted + 1].tolist(), int(anchor)], target.eos_ids)
-        ids += new
-        rounds.append(len(new))
+        drafts = proposer.propose(draft, anchor, stages)
+        with stages("verify"):
+            logits, features = state.read(drafts.tokens)
+            assert features is not None
+            chosen = choose(logits, temperature, generator)
+        with stages("commit"):
+            settled = proposer.settle(settle_chain, drafts, chosen)
+            anchor = settled.anchors
+            *tokens, kept = settled.packed[0].tolist()
+            state.forget(config.block_size - kept)
+            proposer.remember(features, [kept])
+            # Accepted drafts are what the target chose itself.
+            new = until_end(tokens[:kept], target.eos_ids)
+            ids += new
+            rounds.append(len(new))
     return Decoded(ids[:max_new_tokens], rounds, time.perf_counter() - started)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dflash_lit.attention.attend import Attend, ContextKV
 from dflash_lit.decode.chain import draft_chain
+from dflash_lit.decode.stages import Timing, untimed
 from dflash_lit.decode.tree import Tree
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.target.frozen import TargetEnds
@@ -24,6 +25,7 @@ def draft_chain_tree(
     context: Sequence[ContextKV],
     attend: Attend,
     budget: int,
+    stages: Timing = untimed,
 ) -> Tree:
     """One pass of the drafter, and the most probable token of each of the first ``budget`` slots, one behind the other.
 
@@ -33,6 +35,7 @@ def draft_chain_tree(
     Args:
         anchors: int64 [R] tokens; ``places``: int64 [R] where they stand, right after everything that was verified.
         budget: nodes, at most B - 1.
+        stages: told of "draft".
 
     Raises:
         ValueError: for a budget beyond the block.
@@ -40,6 +43,7 @@ def draft_chain_tree(
     slots = drafter.config.block_size - 1
     if not 1 <= budget <= slots:
         raise ValueError(f"budget={budget}: a chain of this drafter has 1 to {slots} nodes")
-    tokens = draft_chain(drafter, ends, anchors, places, context, attend)[:, :budget]
+    with stages("draft"):
+        tokens = draft_chain(drafter, ends, anchors, places, context, attend)[:, :budget]
     order = torch.arange(budget, device=tokens.device).expand_as(tokens)
     return Tree(tokens, parents=order, depths=order + 1, scores=-order.float(), deepest=budget)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +15,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dflash_lit.compilation.cache import use_cache
 from dflash_lit.data.prompts import file_prompts, stdlib_prompts
-from dflash_lit.decode.acceptance import Acceptance, measure
+from dflash_lit.decode.acceptance import Acceptance, MeasuredTarget, sweep
+from dflash_lit.decode.picture import draw_budgets
+from dflash_lit.decode.proposer import ProposingDrafter
+from dflash_lit.decode.stages import STAGES
+from dflash_lit.decode.static_drafter import can_be_static, static_pair
+from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter
-from dflash_lit.options import natural, temperature
+from dflash_lit.options import budgets, natural, temperature, whole
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
 
 __all__ = ["add_options", "run"]
@@ -33,14 +41,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=temperature, nargs="+", default=[0.0], help="0 is greedy (default); several are run in turn"
     )
+    parser.add_argument(
+        "--budgets",
+        default="0,16,64,256",
+        help="nodes of the draft trees, with commas between them; 0 is a chain (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stage-prompts",
+        type=whole,
+        default=2,
+        help="prompts that are decoded once more to time the stages of a round; 0: none (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of the prompts' choice")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="decode, plainly too, by compiled passes of static shapes (default: on a GPU, if the target's code allows it)",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--draw", metavar="FILE", help="draw tau and speed against the budget: a .png, .svg or .pdf file")
 
 
 def run(args: argparse.Namespace) -> int:
     """1 if the greedy output was not the target's own, else 0."""
+    nodes = budgets(args.budgets)
+    if args.draw is not None and Path(args.draw).suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--draw {args.draw}: the name has to end in .png, .svg or .pdf")
     drafter = load_drafter(args.drafter)
     info = TargetInfo.load(args.target, trust_remote_code=args.trust_remote_code)
     for name, ours, theirs in (
@@ -72,44 +101,77 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"warning: the drafter was trained for another target ({made_for}, this is {target.fingerprint})", file=sys.stderr
         )
+    texts = [prompt.input_ids for prompt in prompts]
+    if any(nodes) and target.no_trees:
+        raise UserError(f"{target.no_trees} (--budgets 0)")
+    sides: tuple[MeasuredTarget, Drafter | ProposingDrafter] = (target, drafter)
+    if args.compile or (args.compile is None and device.type == "cuda" and can_be_static(target)):
+        if device.type == "cuda":
+            use_cache()
+        sides = static_pair(
+            target, drafter, longest_prompt=max(map(len, texts)), max_new_tokens=args.max_new_tokens, budgets=nodes
+        )
     results: list[Acceptance] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=args.json) as progress:
         for heat in args.temperature:
-            results.append(
-                measure(
-                    target,
-                    drafter,
-                    [prompt.input_ids for prompt in prompts],
-                    max_new_tokens=args.max_new_tokens,
-                    temperature=heat,
-                    seed=args.seed,
-                    progress=progress,
-                )
+            results += sweep(
+                *sides,
+                texts,
+                nodes,
+                max_new_tokens=args.max_new_tokens,
+                temperature=heat,
+                seed=args.seed,
+                reference=target,
+                timed=args.stage_prompts,
+                progress=progress,
             )
     if args.json:
         print(json.dumps([_facts(result) for result in results], indent=2))
     else:
-        Console().print(_table(results))
+        console = Console()
+        console.print(_table(results))
+        console.print(_depths(results))
+        if args.stage_prompts:
+            console.print(_stages(results))
+    if args.draw is not None:
+        draw_budgets(results, args.draw)
     return 1 if any(result.lossless is False for result in results) else 0
+
+
+def _number(value: float) -> float | None:
+    """NaN is no JSON."""
+    return value if math.isfinite(value) else None
 
 
 def _facts(result: Acceptance) -> dict[str, Any]:
     return {
         "temperature": result.temperature,
-        "tau": result.tau,
-        "tau_error": result.tau_error if result.tau_error == result.tau_error else None,
-        "tokens_per_s_plain": result.tokens_per_s_plain,
-        "tokens_per_s_drafted": result.tokens_per_s_drafted,
-        "accepted_by_slot": result.accepted_by_slot,
+        "budget": result.budget,
+        "nodes": result.nodes,
+        "tau": _number(result.tau),
+        "tau_error": _number(result.tau_error),
+        "tau_interval": [_number(end) for end in result.tau_interval],
+        "tokens_per_s_plain": _number(result.tokens_per_s_plain),
+        "tokens_per_s_drafted": _number(result.tokens_per_s_drafted),
+        "speedup": _number(result.speedup),
+        "accepted_by_depth": result.accepted_by_depth,
+        "stage_ms": result.stage_ms,
+        "plain_ms": _number(result.plain_ms),
         "lossless": result.lossless,
+        "identical": result.identical,
+        "near_ties": result.near_ties,
         "prompts": result.prompts,
     }
 
 
+def _named(result: Acceptance) -> tuple[str, str]:
+    return f"{result.temperature:g}", f"tree {result.budget}" if result.budget else "chain"
+
+
 def _table(results: Sequence[Acceptance]) -> Table:
     table = Table(title="tau: tokens a target pass, bonus included (± standard error over prompts)")
-    for heading in ("T", "tau", "tokens/s plain", "tokens/s drafted", "ratio", "as the target"):
+    for heading in ("T", "drafts", "nodes", "tau", "95 %", "tokens/s plain", "drafted", "ratio", "as the target"):
         table.add_column(heading, justify="right")
     for r in results:
         same = (
@@ -117,13 +179,34 @@ def _table(results: Sequence[Acceptance]) -> Table:
             if r.identical is None
             else f"{r.identical}/{r.prompts}" + (f" + {r.near_ties} ties" if r.near_ties else "")
         )
-        ratio = r.tokens_per_s_drafted / r.tokens_per_s_plain
+        low, high = r.tau_interval
         table.add_row(
-            f"{r.temperature:g}",
+            *_named(r),
+            str(r.nodes),
             f"{r.tau:.2f} ± {r.tau_error:.2f}",
+            f"{low:.2f}..{high:.2f}",
             f"{r.tokens_per_s_plain:.1f}",
             f"{r.tokens_per_s_drafted:.1f}",
-            f"{ratio:.2f}x",
+            f"{r.speedup:.2f}x",
             same,
         )
+    return table
+
+
+def _depths(results: Sequence[Acceptance]) -> Table:
+    table = Table(title="share of passes that accept a draft at each depth")
+    for heading in ("T", "drafts", *(str(depth) for depth in range(1, len(results[0].accepted_by_depth) + 1))):
+        table.add_column(heading, justify="right")
+    for r in results:
+        table.add_row(*_named(r), *(f"{share:.2f}" for share in r.accepted_by_depth))
+    return table
+
+
+def _stages(results: Sequence[Acceptance]) -> Table:
+    table = Table(title="milliseconds a pass, with a wait for the device at the border of each stage")
+    for heading in ("T", "drafts", *STAGES, "sum", "plain pass"):
+        table.add_column(heading, justify="right")
+    for r in results:
+        spent = [r.stage_ms.get(stage, math.nan) for stage in STAGES]
+        table.add_row(*_named(r), *(f"{ms:.2f}" for ms in spent), f"{sum(spent):.2f}", f"{r.plain_ms:.2f}")
     return table

@@ -19,18 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_lit.attention.attend import Attend, ContextKV
-from dflash_lit.decode.chain import (
-    Decoded,
-    DecodingTarget,
-    Reader,
-    choose,
-    draft_lattice,
-    draft_logits,
-    one_block_attention,
-    until_end,
-)
+from dflash_lit.decode.chain import Decoded, DecodingTarget, Reader, choose, draft_lattice, draft_logits, until_end
 from dflash_lit.decode.lattice import Levels, grow_paths
-from dflash_lit.decode.tree_cache import RowsCache
+from dflash_lit.decode.proposer import Drafts, ProposingDrafter, Settled, proposer_of
+from dflash_lit.decode.stages import Timing, untimed
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.objective.tree import frontier_pairs
 from dflash_lit.target.frozen import TargetEnds
@@ -38,6 +30,7 @@ from dflash_lit.target.frozen import TargetEnds
 __all__ = [
     "Path",
     "Tree",
+    "TreeDraft",
     "TreeReader",
     "TreeTarget",
     "accept",
@@ -46,6 +39,7 @@ __all__ = [
     "decode_tree",
     "decode_tree_batch",
     "draft_tree",
+    "settle_tree",
     "tree_of_levels",
 ]
 
@@ -175,6 +169,13 @@ def accept(tree: Tree, chosen: Tensor) -> Path:
     return Path(rows, chosen.gather(1, rows), accepted.sum(dim=1))
 
 
+def settle_tree(drafts: Drafts, chosen: Tensor) -> Settled:
+    """:func:`accept`, for one round of decoding."""
+    assert drafts.tree is not None
+    path = accept(drafts.tree, chosen)
+    return Settled(path.rows, path.bonus, torch.cat([path.tokens, path.counts[:, None]], dim=1))
+
+
 def draft_tree(
     drafter: Drafter,
     ends: TargetEnds,
@@ -183,18 +184,48 @@ def draft_tree(
     context: Sequence[ContextKV],
     attend: Attend,
     budget: int,
+    stages: Timing = untimed,
 ) -> Tree:
     """One pass of the drafter, and the tree of its ``budget`` most probable prefixes, by its path head if it has one.
 
     Args:
         anchors: int64 [R] tokens; ``places``: int64 [R] where they stand, right after everything that was verified.
+        stages: told of "draft" and of "build".
     """
     arguments = (drafter, ends, anchors, places, context, attend)
     if drafter.path_head is not None:
-        return tree_of_levels(grow_paths(draft_lattice(*arguments), budget), budget)
-    log_probs = draft_logits(*arguments).float().log_softmax(dim=-1)
-    best = log_probs.topk(min(budget, log_probs.shape[-1]), dim=-1)
-    return build_tree(best.values, best.indices, budget)
+        with stages("draft"):
+            lattice = draft_lattice(*arguments)
+        with stages("build"):
+            return tree_of_levels(grow_paths(lattice, budget), budget)
+    with stages("draft"):
+        log_probs = draft_logits(*arguments).float().log_softmax(dim=-1)
+    with stages("build"):
+        best = log_probs.topk(min(budget, log_probs.shape[-1]), dim=-1)
+        return build_tree(best.values, best.indices, budget)
+
+
+@dataclass(frozen=True)
+class TreeDraft:
+    """:func:`draft_tree`, or what takes its place, at a budget, as the target reads it."""
+
+    budget: int
+    draft: Callable[..., Tree] = draft_tree
+
+    def __call__(
+        self,
+        drafter: Drafter,
+        ends: TargetEnds,
+        anchors: Tensor,
+        places: Tensor,
+        context: Sequence[ContextKV],
+        attend: Attend,
+        stages: Timing,
+    ) -> Drafts:
+        tree = self.draft(drafter, ends, anchors, places, context, attend, self.budget, stages)
+        with stages("build"):
+            tokens = torch.cat([anchors[:, None], tree.tokens], dim=1)
+            return Drafts(tokens, F.pad(tree.depths, (1, 0)), ancestor_mask(tree), tree)
 
 
 class TreeReader(Reader, Protocol):
@@ -221,22 +252,25 @@ class TreeTarget(DecodingTarget, Protocol):
 
 def decode_tree(
     target: TreeTarget,
-    drafter: Drafter,
+    drafter: Drafter | ProposingDrafter,
     prompt: list[int],
     max_new_tokens: int,
     budget: int,
     *,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
+    stages: Timing = untimed,
 ) -> Decoded:
     """Decode one prompt with draft trees of ``budget`` nodes; see :func:`decode_tree_batch`."""
-    return decode_tree_batch(target, drafter, [prompt], max_new_tokens, budget, temperature=temperature, generator=generator)[0]
+    return decode_tree_batch(
+        target, drafter, [prompt], max_new_tokens, budget, temperature=temperature, generator=generator, stages=stages
+    )[0]
 
 
 @torch.inference_mode()
 def decode_tree_batch(
     target: TreeTarget,
-    drafter: Drafter,
+    drafter: Drafter | ProposingDrafter,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     budget: int,
@@ -244,6 +278,7 @@ def decode_tree_batch(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
     draft: Callable[..., Tree] = draft_tree,
+    stages: Timing = untimed,
 ) -> list[Decoded]:
     """Decode several prompts at once, each of its own length; a response that has ended waits for the others.
 
@@ -255,6 +290,7 @@ def decode_tree_batch(
         max_new_tokens: the responses are cut there (or end with an end token).
         budget: nodes of a tree, the anchor not counted; the target verifies ``budget + 1`` tokens of each prompt a pass.
         draft: makes the trees, with the arguments of :func:`draft_tree`.
+        stages: told of the stages of each round.
 
     Returns:
         a response for each prompt; ``seconds`` from the start of all to its end.
@@ -263,19 +299,15 @@ def decode_tree_batch(
         UserError: if the target has recurrent layers: a state knows no branches, and nothing can be taken back from it.
     """
     started = time.perf_counter()
-    device, config, ends = target.device, drafter.config, target.ends()
-    state = target.reader(config.target_layer_ids)
-    cache = RowsCache(len(prompts))
-
-    def remember(features: Tensor, counts: Sequence[int]) -> None:
-        positions = torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(features.shape[1], device=device)
-        cache.append_rows(drafter.context(features.to(drafter.fc.weight.dtype), positions), counts)
+    device, whole = target.device, TreeDraft(budget, draft)
+    state = target.reader(drafter.config.target_layer_ids)
+    proposer = proposer_of(drafter, target.ends(), len(prompts))
 
     lengths = [len(prompt) for prompt in prompts]
     padded = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts], device=device)
     logits, features = state.read_prompts(padded, lengths)
     assert features is not None
-    remember(features, lengths)
+    proposer.remember(features, lengths)
     anchors = choose(logits, temperature, generator)  # [R]
     ids: list[list[int]] = [[token] for token in anchors.tolist()]
     rounds: list[list[int]] = [[] for _ in prompts]
@@ -285,24 +317,22 @@ def decode_tree_batch(
         return [row for row, made in enumerate(ids) if len(made) < max_new_tokens and made[-1] not in target.eos_ids]
 
     while going := unfinished():
-        # Each anchor stands right after everything of its text that was verified.
-        places = torch.tensor(state.lengths, device=device)
-        attend = one_block_attention(config.causal, cache.present())
-        tree = draft(drafter, ends, anchors, places, cache.views(), attend, budget)
-
-        tokens = torch.cat([anchors[:, None], tree.tokens], dim=1)
-        logits, features = state.read_tree(tokens, F.pad(tree.depths, (1, 0)), ancestor_mask(tree))
-        assert features is not None
-        path = accept(tree, choose(logits, temperature, generator))
-        yielded, counts = path.tokens.tolist(), path.counts.tolist()
-        for row in going:
-            new = until_end(yielded[row][: counts[row]], target.eos_ids)
-            ids[row] += new
-            rounds[row].append(len(new))
-            seconds[row] = time.perf_counter() - started
-        # A text that had ended before stays as it is: it must not grow past the target's positions.
-        counts = [count if row in going else 0 for row, count in enumerate(counts)]
-        state.keep(path.rows, counts)
-        remember(features.gather(1, path.rows[..., None].expand(-1, -1, features.shape[2])), counts)
-        anchors = path.bonus
+        drafts = proposer.propose(whole, anchors, stages)
+        with stages("verify"):
+            logits, features = state.read_tree(drafts.tokens, drafts.depths, drafts.sees)
+            assert features is not None
+            chosen = choose(logits, temperature, generator)
+        with stages("commit"):
+            settled = proposer.settle(settle_tree, drafts, chosen)
+            anchors = settled.anchors
+            made = settled.packed.tolist()
+            # A text that had ended before stays as it is: it must not grow past the target's positions.
+            counts = [yielded[-1] if row in going else 0 for row, yielded in enumerate(made)]
+            state.keep(settled.rows, counts)
+            proposer.remember(features.gather(1, settled.rows[..., None].expand(-1, -1, features.shape[2])), counts)
+            for row in going:
+                new = until_end(made[row][: counts[row]], target.eos_ids)
+                ids[row] += new
+                rounds[row].append(len(new))
+                seconds[row] = time.perf_counter() - started
     return [Decoded(i[:max_new_tokens], r, s) for i, r, s in zip(ids, rounds, seconds, strict=True)]

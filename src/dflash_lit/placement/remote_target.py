@@ -14,7 +14,7 @@ from torch import Tensor
 from dflash_lit.errors import UserError
 from dflash_lit.placement.channel import Channel, Pending, TensorSpec
 from dflash_lit.placement.flow import DeviceTimer
-from dflash_lit.placement.target_worker import each_of, forget, open_reader, read
+from dflash_lit.placement.target_worker import each_of, forget, keep, open_reader, read, read_prompts, read_tree
 from dflash_lit.placement.world import World
 from dflash_lit.target.ends import read_ends
 from dflash_lit.target.frozen import TargetEnds, TargetInfo
@@ -38,7 +38,7 @@ class RemoteTarget:
         teacher: ask for last hidden states, too.
 
     Attributes:
-        fingerprint, eos_ids: as the target ranks know them.
+        fingerprint, eos_ids, no_trees: as the target ranks know them.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class RemoteTarget:
         facts = _facts_of_all(world, info)
         self.fingerprint: str = facts["fingerprint"]
         self.eos_ids: tuple[int, ...] = tuple(facts["eos_ids"])
+        self.no_trees: str | None = facts["no_trees"]
         self._requests = itertools.count()
         self._waiting = DeviceTimer(device)
         self._asked: dict[int, Pending] = {}  # not taken yet
@@ -173,21 +174,45 @@ class RemoteReader:
 
     def __init__(self, channel: Channel, target: int, drafter: int, layer_ids: tuple[int, ...], device: torch.device) -> None:
         self._channel, self._target, self._drafter, self._device = channel, target, drafter, device
-        self.length = 0
+        self.lengths = [0]
         self._call(open_reader, layer_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest text."""
+        return max(self.lengths)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self._channel.call(self._target, function, self._drafter, *arguments)
         return self._channel.answer(self._target)
 
+    def _read(self, function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        logits, features = self._call(function, *arguments)
+        return logits.to(self._device), None if features is None else features.to(self._device)
+
     def read(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
         """See :meth:`TargetReader.read`; the tensors are on the drafter's device."""
-        logits, features = self._call(read, ids.cpu(), last_only)
-        self.length += ids.shape[1]
-        return logits.to(self._device), None if features is None else features.to(self._device)
+        made = self._read(read, ids.cpu(), last_only)
+        self.lengths = [self.length + ids.shape[1]]
+        return made
 
     def forget(self, count: int) -> None:
         """Drop the last ``count`` tokens."""
         if count:
             self._call(forget, count)
-            self.length -= count
+            self.lengths = [self.length - count]
+
+    def read_prompts(self, ids: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`TargetReader.read_prompts`."""
+        made = self._read(read_prompts, ids.cpu(), list(lengths))
+        self.lengths = list(lengths)
+        return made
+
+    def read_tree(self, ids: Tensor, depths: Tensor, sees: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`TargetReader.read_tree`."""
+        return self._read(read_tree, ids.cpu(), depths.cpu(), sees.cpu())
+
+    def keep(self, rows: Tensor, counts: Sequence[int]) -> None:
+        """See :meth:`TargetReader.keep`."""
+        self._call(keep, rows.cpu(), list(counts))
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

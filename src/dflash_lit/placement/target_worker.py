@@ -17,7 +17,7 @@ from dflash_lit.placement.world import World
 from dflash_lit.target.frozen import FrozenTarget
 from dflash_lit.target.reader import TargetReader
 
-__all__ = ["SENDS", "each_of", "forget", "open_reader", "read", "serve"]
+__all__ = ["SENDS", "each_of", "forget", "keep", "open_reader", "read", "read_prompts", "read_tree", "serve"]
 
 SENDS = 2
 """Requests whose tensors may be on their way while the next is computed."""
@@ -48,7 +48,7 @@ def serve(
         return (target.features(ids, documents, positions, layer_ids),)
 
     seal = _warm_up(world, target, features, rows, row_tokens)
-    facts = {"fingerprint": target.fingerprint, "eos_ids": target.eos_ids}
+    facts = {"fingerprint": target.fingerprint, "eos_ids": target.eos_ids, "no_trees": target.no_trees}
     world.tell(f"target/{world.rank}", facts)
     link = channel()
     timer, flow = DeviceTimer(target.device), world.flow
@@ -117,7 +117,28 @@ def open_reader(target: FrozenTarget, drafter: int, layer_ids: Sequence[int]) ->
 @torch.inference_mode()
 def read(target: FrozenTarget, drafter: int, ids: Tensor, last_only: bool) -> tuple[Tensor, Tensor | None]:
     """See :meth:`TargetReader.read`; tensors on the CPU."""
-    logits, features = _readers[drafter].read(ids.to(target.device), last_only=last_only)
+    return _on_host(*_readers[drafter].read(ids.to(target.device), last_only=last_only))
+
+
+@torch.inference_mode()
+def read_prompts(target: FrozenTarget, drafter: int, ids: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """See :meth:`TargetReader.read_prompts`; tensors on the CPU."""
+    return _on_host(*_readers[drafter].read_prompts(ids.to(target.device), lengths))
+
+
+@torch.inference_mode()
+def read_tree(target: FrozenTarget, drafter: int, ids: Tensor, depths: Tensor, sees: Tensor) -> tuple[Tensor, Tensor | None]:
+    """See :meth:`TargetReader.read_tree`; tensors on the CPU."""
+    return _on_host(*_readers[drafter].read_tree(ids.to(target.device), depths.to(target.device), sees.to(target.device)))
+
+
+@torch.inference_mode()
+def keep(target: FrozenTarget, drafter: int, rows: Tensor, counts: Sequence[int]) -> None:
+    """See :meth:`TargetReader.keep`."""
+    _readers[drafter].keep(rows.to(target.device), counts)
+
+
+def _on_host(logits: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return logits.cpu(), None if features is None else features.cpu()
 
 

@@ -32,7 +32,7 @@ from transformers import (
 from dflash_lit.errors import UserError
 from dflash_lit.target.compiled_layers import packed_layers, shared_layer_graph
 from dflash_lit.target.packed_attention import PACKED, packed_mask, unsupported
-from dflash_lit.target.reader import TargetReader
+from dflash_lit.target.reader import TargetReader, no_trees
 
 __all__ = [
     "EMBEDDED",
@@ -350,6 +350,16 @@ class FrozenTarget:
         """
         for item in items:
             yield function(self, item)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Its decoder layers."""
+        return self._layers
+
+    @property
+    def no_trees(self) -> str | None:
+        """Why draft trees cannot be verified, None if they can; see :func:`~dflash_lit.target.reader.no_trees`."""
+        return no_trees(self)
 
     def reader(self, layer_ids: Sequence[int]) -> TargetReader:
         """Begin to read a text, for decoding; see :class:`~dflash_lit.target.reader.TargetReader`."""

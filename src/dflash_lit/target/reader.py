@@ -16,7 +16,21 @@ from dflash_lit.errors import UserError
 if TYPE_CHECKING:
     from dflash_lit.target.frozen import FrozenTarget
 
-__all__ = ["TargetReader", "put_behind"]
+__all__ = ["TargetReader", "no_trees", "put_behind"]
+
+
+def no_trees(target: FrozenTarget) -> str | None:
+    """Why drafts that branch cannot be verified by ``target`` in one pass; None if they can.
+
+    Drafts of one place stand in several columns: attention has to go by the positions it is given.
+    """
+    given = "position_ids" in inspect.signature(target.model.forward).parameters
+    if not given or getattr(target.info.text, "alibi", False):
+        return (
+            f"target.path={target.info.path!r}: its attention counts columns (ALiBi) rather than positions, so several drafts "
+            "of one place cannot be verified in one pass; decode with a chain"
+        )
+    return None
 
 
 def put_behind(buffer: Tensor, lengths: Tensor, new: Tensor) -> None:
@@ -63,7 +77,7 @@ class TargetReader:
     def read(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
         """Run ids [1, T] after what is cached; logits [1, T or 1, V] and features [1, T, n_ids * H] (None without layers)."""
         positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device)[None]
-        logits, features = self._pass(ids, positions, **({"logits_to_keep": 1} if last_only else {}))
+        logits, features = self.run(ids, positions, **({"logits_to_keep": 1} if last_only else {}))
         self.lengths = [self.length + ids.shape[1]]
         return logits, features
 
@@ -82,11 +96,12 @@ class TargetReader:
         Raises:
             UserError: if the target cannot read trees.
         """
-        self._refuse_columns()
+        if reason := no_trees(self.target):
+            raise UserError(reason)
         # No mask is needed: what stands behind a text's end is in front of none of its tokens.
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         last = sorted({length - 1 for length in lengths})
-        logits, features = self._pass(
+        logits, features = self.run(
             ids, positions, logits_to_keep=1 if len(last) == 1 else torch.tensor(last, device=ids.device)
         )
         self.lengths = list(lengths)
@@ -114,7 +129,7 @@ class TargetReader:
             for kind, window in self.target.info.windows.items()
         }
         # By kind where layers differ; models whose layers are all alike take the mask itself.
-        return self._pass(ids, positions, attention_mask=masks if len(masks) > 1 else next(iter(masks.values())))
+        return self.run(ids, positions, attention_mask=masks if len(masks) > 1 else next(iter(masks.values())))
 
     def keep(self, rows: Tensor, counts: Sequence[int]) -> None:
         """Make tokens of the last :meth:`read_tree` the next ones of each text, in this order, and drop the others.
@@ -136,23 +151,14 @@ class TargetReader:
             if layer.keys is not None and layer.values is not None:  # layers may share those of another
                 layer.keys, layer.values = kept(layer.keys), kept(layer.values)
 
-    def _pass(self, ids: Tensor, positions: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
+    def run(self, ids: Tensor, positions: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
+        """One pass of the model over ``cache``, whatever that is: logits and features; ``more`` goes to the model."""
         arguments = {"input_ids": ids, "position_ids": positions, self.cache_name: self.cache, "use_cache": True, **more}
         if not self.layer_ids:
             return self.target.model(**arguments).logits, None
         with self.target.capture(self.layer_ids) as found:
             logits = self.target.model(**arguments).logits
         return logits, torch.cat([found[i] for i in self.layer_ids], dim=-1)
-
-    def _refuse_columns(self) -> None:
-        """Drafts of one place stand in several columns: attention has to go by the positions it is given."""
-        target = self.target
-        given = "position_ids" in inspect.signature(target.model.forward).parameters
-        if not given or getattr(target.info.text, "alibi", False):
-            raise UserError(
-                f"target.path={target.info.path!r}: its attention counts columns (ALiBi) rather than positions, so several drafts "
-                "of one place cannot be verified in one pass; decode with a chain"
-            )
 
     def _mask(self, visible: Tensor) -> Tensor:
         """``visible`` [R, Q, S] as the attention takes it: [R, 1, Q, S]."""
