@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from dflash_lit.compilation.captured import Captured, Pool, on_device
+from dflash_lit.compilation.captured import Captured, on_device
 from dflash_lit.errors import UserError
 from dflash_lit.target.compiled_layers import packed_layers, shared_layer_graph
 from dflash_lit.target.frozen import FrozenTarget, TargetEnds
@@ -75,7 +75,6 @@ class StaticTarget:
                 f"target.path={whole.info.path!r}: its layers cannot be compiled (Transformers says so); decode with --no-compile"
             )
         self.whole, self.room = whole, room
-        self.pool = Pool(whole.device)
         attention = whole.model.config._attn_implementation
         self._attention = GROUPED if attention == "sdpa" and unsupported(whole.model) is None else attention
         self._graph = None if backend is None else shared_layer_graph(backend)
@@ -118,7 +117,7 @@ class StaticTarget:
         """One pass; see :meth:`TargetReader.read_tree`. ``lengths``: int64 [R], tokens before. Overwritten by the next."""
         key = (*ids.shape, layer_ids)
         if key not in self._passes:
-            self._passes[key] = Captured(partial(self._pass, buffers, layer_ids), self.pool)
+            self._passes[key] = Captured(partial(self._pass, buffers, layer_ids), self.device)
         return self._passes[key](ids, depths, sees, lengths)
 
     def move(self, buffers: _Buffers, rows: Tensor, lengths: Tensor) -> None:
@@ -133,7 +132,7 @@ class StaticTarget:
 
         key = (rows.shape[0], rows.shape[1])
         if key not in self._moves:
-            self._moves[key] = Captured(both, self.pool, in_place)
+            self._moves[key] = Captured(both, self.device, in_place)
         self._moves[key](rows, lengths)
 
     def _pass(
