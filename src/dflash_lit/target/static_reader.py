@@ -69,7 +69,7 @@ class StaticTarget:
 
     def __init__(self, whole: FrozenTarget, *, room: int, backend: str | None = "inductor") -> None:
         if reason := whole.no_trees:
-            raise UserError(f"{reason} without --compile")
+            raise UserError(f"{reason}, and with --no-compile")
         if backend is not None and not getattr(whole.model, "_can_compile_fullgraph", False):
             raise UserError(
                 f"target.path={whole.info.path!r}: its layers cannot be compiled (Transformers says so); decode with --no-compile"
@@ -80,6 +80,7 @@ class StaticTarget:
         self._graph = None if backend is None else shared_layer_graph(backend)
         self._buffers: dict[int, _Buffers] = {}
         self._passes: dict[tuple[int, int, tuple[int, ...]], Captured[tuple[Tensor, Tensor | None]]] = {}
+        self._in_line: dict[int, tuple[Tensor, Tensor]] = {}
         self._moves: dict[tuple[int, int], Captured[None]] = {}
 
     @property
@@ -100,6 +101,13 @@ class StaticTarget:
     def reader(self, layer_ids: Sequence[int]) -> StaticReader:
         """Begin texts; those of an earlier reader are forgotten."""
         return StaticReader(self, tuple(layer_ids))
+
+    def in_line(self, count: int) -> tuple[Tensor, Tensor]:
+        """Depths [1, Q] and sight [1, Q, Q] of tokens one after the other."""
+        if count not in self._in_line:
+            depths = torch.arange(count, device=self.device)[None]
+            self._in_line[count] = (depths, depths[..., None] >= depths[:, None])
+        return self._in_line[count]
 
     def begin(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> _Buffers:
         """Put what prompts left into the buffers for as many texts, which are made when they are first needed."""
@@ -202,9 +210,7 @@ class StaticReader:
             made = self._prompts.read(ids, last_only=last_only)
             self._begin([count])
             return made
-        depths = torch.arange(count, device=ids.device)
-        sees = (depths[:, None] >= depths)[None]
-        logits, features = self.read_tree(ids, depths[None], sees)
+        logits, features = self.read_tree(ids, *self._target.in_line(count))
         self.lengths = [self.lengths[0] + count]
         return logits[:, -1:] if last_only else logits, features
 
