@@ -11,14 +11,18 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from transformers import Qwen3ForCausalLM
 
 from dflash_lit.commands import one_line
 from dflash_lit.config import TrainConfig, register
+from dflash_lit.decode.static_drafter import StaticDrafter
+from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter, save_drafter
-from dflash_lit.job import Job
+from dflash_lit.job import Job, JobData
 from dflash_lit.plan import Plan, make_plan
 from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.target.static_reader import StaticTarget
 from tests.helpers import lively_drafter
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -167,6 +171,30 @@ def test_a_monitor_that_would_not_be_logged_is_refused(tmp_path: Path) -> None:
             made("callbacks.checkpoint.monitor=val/tau@64", f"callbacks.acceptance.budgets={budgets}")
     with pytest.raises(UserError, match=r"callbacks\.acceptance: budgets=\[-1\]"):
         made("callbacks.acceptance.budgets=-1")
+
+
+@pytest.mark.parametrize("compiles", ["true", "null"])
+def test_what_the_report_decodes_with(embedded: FrozenTarget, tmp_path: Path, compiles: str) -> None:
+    """On a CPU, target and drafter as they are unless told otherwise."""
+    cfg = configured("trainer.accelerator=cpu", f"paths.output_dir={tmp_path}", f"evaluation.compile={compiles}")
+    job = Job(cfg, make_plan(cfg))
+    drafter = Drafter(job.plan.drafter)
+    sides = job._sides(embedded, drafter, JobData(None, [[5, 6, 7]], None))  # type: ignore[arg-type]
+    if compiles == "null":
+        assert sides == (embedded, drafter)
+    else:
+        assert isinstance(sides[0], StaticTarget)
+        assert isinstance(sides[1], StaticDrafter)
+        assert sides[0].room >= 3 + job.plan.max_new_tokens + 2 * job.plan.drafter.block_size
+
+
+def test_a_target_that_cannot_be_decoded_with_compiled_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen3ForCausalLM, "_can_compile_fullgraph", False)
+    cfg = configured("trainer.accelerator=cpu", f"paths.output_dir={tmp_path}", "evaluation.compile=true")
+    with pytest.raises(UserError, match=r"evaluation\.compile=true: the layers of embedded cannot be compiled.*leave it null"):
+        Job(cfg, make_plan(cfg)).target()
 
 
 IMPOSSIBLE: list[tuple[str, str]] = [

@@ -188,7 +188,12 @@ class Job:
     def target(self) -> FrozenTarget | RemoteTarget:
         """The target in this process, or the one that target ranks hold."""
         if self.world is None or not self.plan.layout.targets:
-            return load_target(self.plan, self.cfg, self.device)
+            whole = load_target(self.plan, self.cfg, self.device)
+            if self.cfg.evaluation.compile and not can_be_static(whole):
+                raise UserError(
+                    f"evaluation.compile=true: the layers of {self.plan.info.path} cannot be compiled for decoding; leave it null"
+                )
+            return whole
         world = self.world
         for rank in self.plan.layout.targets_of_host(world.host):
             world.told(f"target/{rank}")  # has read its weights
@@ -496,9 +501,9 @@ class Job:
     ) -> tuple[MeasuredTarget, Drafter | ProposingDrafter]:
         """What is decoded one by one, for its speed: plain and drafted passes alike compiled, or alike not."""
         compiles = self.cfg.evaluation.compile
-        if not data.eval_prompts or not (
-            compiles or (compiles is None and self.device.type == "cuda" and can_be_static(target))
-        ):
+        if compiles is None:
+            compiles = self.device.type == "cuda"
+        if not compiles or not data.eval_prompts or not can_be_static(target):
             return target, drafter
         longest = max(map(len, data.eval_prompts))
         return static_pair(target, drafter, longest_prompt=longest, max_new_tokens=self.plan.max_new_tokens, budgets=[0])

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from callbacks.acceptance import Acceptance
 from callbacks.compile_warmup import CompileWarmup
 from dflash_lit.attention.compiled import RecompileError
 from dflash_lit.compilation.seal import graphs_made
@@ -191,3 +192,15 @@ def test_it_tells_what_it_does(embedded: FrozenTarget, tmp_path: Path, capsys: p
     assert [line.split(": ")[1] for line in lines] == ["features", "train", "validation"]
     assert "3 graphs" in lines[1]
     assert "0 graphs" in lines[2]  # validation runs through those of training
+
+
+def test_decoding_at_every_validation_compiles_nothing(embedded: FrozenTarget, tmp_path: Path) -> None:
+    """Chains and draft trees, of a drafter whose graphs are sealed."""
+    module, data = build(embedded), rows()
+    data.eval_prompts = [list(range(5, 25)), list(range(30, 45))]  # type: ignore[attr-defined]
+    made = trainer(embedded, tmp_path, [CompileWarmup(), Acceptance(2, 8, budgets=[16])])
+    graphs: list[int] = []
+    made.callbacks.append(L.pytorch.callbacks.LambdaCallback(on_train_start=lambda *_: graphs.append(graphs_made())))  # type: ignore[attr-defined]
+    made.fit(module, datamodule=data)
+    assert "val/tau@16" in made.callback_metrics
+    assert graphs[0] == graphs_made() > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from dflash_lit.compilation.captured import Captured, Pool
+from dflash_lit.compilation.captured import Captured
 from dflash_lit.decode.acceptance import measure_together, sweep
 from dflash_lit.decode.chain import decode_chain, decode_plain
 from dflash_lit.decode.stages import Stages, untimed
@@ -121,7 +121,7 @@ def test_captured_functions() -> None:
         total.add_(x.sum())
         return x * 2
 
-    harmless = Captured(add, Pool(torch.device("cuda")), lambda x: [torch.zeros_like(x)])
+    harmless = Captured(add, torch.device("cuda"), lambda x: [torch.zeros_like(x)])
     for value in (1.0, 2.0, 3.0):
         x = torch.full((3,), value, device="cuda")
         assert torch.equal(harmless(x), 2 * x)

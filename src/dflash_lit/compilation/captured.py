@@ -1,18 +1,19 @@
 """Functions of static shapes as CUDA graphs: all their kernels by one launch.
 
-Decoding at batch 1 launches thousands of small kernels a token, and a GPU would mostly wait for the host.
+Decoding at batch 1 launches thousands of small kernels a token, and a GPU would mostly wait for the host. On other devices nothing
+is captured, and functions are called as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Captured", "Pool", "Segments", "fill", "on_device"]
+__all__ = ["Captured", "CapturedStages", "captures", "on_device"]
 
 Made = TypeVar("Made")
 
@@ -20,90 +21,105 @@ WARM_UPS = 2
 """Runs before a capture: what libraries set up when they are first used cannot be captured."""
 
 
-class Pool:
-    """Memory that graphs share which are replayed one after the other, never at the same time.
-
-    Args:
-        device: where they run; on other devices than GPUs nothing is captured, and functions are called as they are.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.captures = device.type == "cuda"
-        self._handle = torch.cuda.graph_pool_handle() if self.captures else None
-
-    @contextmanager
-    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """What is launched inside becomes ``graph``, and does not run."""
-        with torch.cuda.graph(graph, pool=self._handle):
-            yield
-
-    def warm_up(self, function: Callable[..., object], inputs: Sequence[Tensor]) -> None:
-        """Run ``function`` on a stream of its own, as captures do."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                function(*inputs)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+def captures(device: torch.device) -> bool:
+    """Whether functions are captured there."""
+    return device.type == "cuda"
 
 
 class Captured(Generic[Made]):
     """``function`` of tensors, captured at its first call and replayed from then on; every call has the same shapes.
 
     What it returns is overwritten by the next call. Called more than once for a capture, so it has to be one that does no harm
-    twice; or ``harmless`` says which inputs are.
+    twice; or ``harmless`` says which inputs are. Its memory is its own: graphs that share theirs would have to be replayed in the
+    order of their capture.
 
     Args:
         function: tensors -> anything that holds tensors.
-        pool: whose memory it uses.
+        device: of all of them.
         harmless: inputs for the runs before the capture; default: those of the first call.
     """
 
     def __init__(
-        self, function: Callable[..., Made], pool: Pool, harmless: Callable[..., Sequence[Tensor]] | None = None
+        self,
+        function: Callable[..., Made],
+        device: torch.device,
+        harmless: Callable[..., Sequence[Tensor]] | None = None,
     ) -> None:
-        self._function, self._pool, self._harmless = function, pool, harmless
+        self._function, self._device, self._harmless = function, device, harmless
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._made: Made
 
     def __call__(self, *inputs: Tensor) -> Made:
-        if not self._pool.captures:
+        if not captures(self._device):
             return self._function(*inputs)
         if self._graph is None:
-            warm = inputs if self._harmless is None else self._harmless(*inputs)
-            self._inputs = [given.clone(memory_format=torch.contiguous_format) for given in warm]
-            self._pool.warm_up(self._function, self._inputs)
+            self._inputs = _own(inputs if self._harmless is None else self._harmless(*inputs))
+            _warm_up(self._function, self._inputs, self._device)
             graph = torch.cuda.CUDAGraph()
-            with self._pool.capture(graph):
+            with torch.cuda.graph(graph):
                 self._made = self._function(*self._inputs)
             self._graph = graph
-        fill(self._inputs, inputs)
+        _fill(self._inputs, inputs)
         self._graph.replay()
         return self._made
 
 
-class Segments:
-    """A function captured in parts, so that each can be timed: a ``Timing`` whose stages become graphs of their own.
+class CapturedStages(Generic[Made]):
+    """The same for a function of tensors and a ``Timing``, one graph a stage, so that each can be timed.
 
-    Attributes:
-        parts: names of the stages in their order, and their graphs.
+    All that it computes has to be inside of a stage.
+
+    Args:
+        function: (tensors, stages=...) -> anything that holds tensors.
+        device: of all of them.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self.parts: list[tuple[str, torch.cuda.CUDAGraph]] = []
+    def __init__(self, function: Callable[..., Made], device: torch.device) -> None:
+        self._function, self._device = function, device
+        self._parts: list[tuple[str, torch.cuda.CUDAGraph]] = []
+        self._inputs: list[Tensor] = []
+        self._made: Made
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        graph = torch.cuda.CUDAGraph()
-        with self._pool.capture(graph):
-            yield
-        self.parts.append((stage, graph))
+    def __call__(self, *inputs: Tensor, stages: Callable[[str], AbstractContextManager[None]]) -> Made:
+        if not captures(self._device):
+            return self._function(*inputs, stages=stages)
+        if not self._parts:
+            self._inputs = _own(inputs)
+            _warm_up(self._function, self._inputs, self._device)
+            # Of one function, hence always replayed in the order of their capture: they may share memory.
+            handle = torch.cuda.graph_pool_handle()
+
+            @contextmanager
+            def capture(stage: str) -> Iterator[None]:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=handle):
+                    yield
+                self._parts.append((stage, graph))
+
+            self._made = self._function(*self._inputs, stages=capture)
+        _fill(self._inputs, inputs)
+        for stage, graph in self._parts:
+            with stages(stage):
+                graph.replay()
+        return self._made
 
 
-def fill(buffers: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def _own(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [given.clone(memory_format=torch.contiguous_format) for given in inputs]
+
+
+def _warm_up(function: Callable[..., object], inputs: Sequence[Tensor], device: torch.device) -> None:
+    """Run ``function`` on a stream of its own, as captures do."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            function(*inputs)
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _fill(buffers: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Copy each input to its buffer.
 
     Raises:
@@ -112,8 +128,7 @@ def fill(buffers: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     for buffer, given in zip(buffers, inputs, strict=True):
         if buffer.shape != given.shape:
             raise ValueError(f"captured for {tuple(buffer.shape)}, called with {tuple(given.shape)}")
-        if buffer is not given:
-            buffer.copy_(given)
+        buffer.copy_(given)
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:

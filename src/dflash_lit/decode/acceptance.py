@@ -221,15 +221,22 @@ def sweep(
             progress.advance(task)
 
     own: list[Decoded] = []
-    by_budget: list[list[Decoded]] = []
+    by_budget: list[list[Decoded]] = [[] for _ in budgets]
     stages: list[dict[str, float]] = []
     plain_ms = math.nan
     with decoding(drafter):
         if reference is not None and prompts:
             # The first passes of a process pay for set-up that is nobody's speed.
             runs.plain(0, tokens=4)
-            for number in numbers:
+            for budget in budgets:
+                runs.drafted(0, budget, tokens=4)
+        # All kinds for one prompt after another: a machine that grows slower does so for all of them.
+        for number in numbers:
+            if reference is not None:
                 own.append(runs.plain(number))
+                advance()
+            for drafted, budget in zip(by_budget, budgets, strict=True):
+                drafted.append(runs.drafted(number, budget))
                 advance()
         if timed and prompts:
             clock = Stages(target.device)
@@ -237,12 +244,6 @@ def sweep(
                 runs.plain(number, clock)
             plain_ms = clock.milliseconds().get("verify", math.nan)
         for budget in budgets:
-            if reference is not None and prompts:
-                runs.drafted(0, budget, tokens=4)
-            by_budget.append([])
-            for number in numbers:
-                by_budget[-1].append(runs.drafted(number, budget))
-                advance()
             clock = Stages(target.device)
             if timed and prompts:
                 runs.drafted(0, budget, Stages(target.device), tokens=4)

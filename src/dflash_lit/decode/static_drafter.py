@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflash_lit.attention.attend import ContextKV
 from dflash_lit.attention.compiled import compiled
-from dflash_lit.compilation.captured import Captured, Pool, Segments, fill, on_device
+from dflash_lit.compilation.captured import Captured, CapturedStages, captures, on_device
 from dflash_lit.decode.proposer import Draft, Drafts, Proposer, Settle, Settled
 from dflash_lit.decode.stages import Timing, untimed
 from dflash_lit.drafter.config import DrafterConfig
@@ -69,12 +69,11 @@ class StaticDrafter:
         drafter: on its device, in the target's dtype.
         room: tokens of context and a block; see :func:`dflash_lit.target.static_reader.room_for`.
         backend: of ``torch.compile`` for the layers; None leaves them as they are.
-        pool: whose memory graphs use; the target's, as the two never run at the same time.
     """
 
-    def __init__(self, drafter: Drafter, *, room: int, backend: str | None = "inductor", pool: Pool | None = None) -> None:
+    def __init__(self, drafter: Drafter, *, room: int, backend: str | None = "inductor") -> None:
         self.drafter, self.room = drafter, room
-        self.pool = pool or Pool(drafter.fc.weight.device)
+        self.device = drafter.fc.weight.device
         self._layer = None if backend is None else compiled(_layer, backend=backend)
         self._context: Callable[..., list[ContextKV]] = _context if backend is None else compiled(_context, backend=backend)
         self.buffers: dict[int, tuple[Stacks, Stacks]] = {}
@@ -125,8 +124,7 @@ def static_pair(
         UserError: if the target cannot; see :func:`can_be_static`.
     """
     room = room_for(longest_prompt, max_new_tokens, drafter.config.block_size, max(budgets, default=0))
-    whole = StaticTarget(target, room=room, backend=backend)
-    return whole, StaticDrafter(drafter, room=room, backend=backend, pool=whole.pool)
+    return StaticTarget(target, room=room, backend=backend), StaticDrafter(drafter, room=room, backend=backend)
 
 
 class _StaticProposer:
@@ -158,7 +156,7 @@ class _StaticProposer:
 
             key = ("remember", *features.shape)
             if key not in static.captured:
-                static.captured[key] = Captured(append, static.pool)
+                static.captured[key] = Captured(append, static.device)
             static.captured[key](features, on_device(self._lengths, features.device))
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
@@ -176,39 +174,25 @@ class _StaticProposer:
                 return draft(static.drafter, ends, anchors, lengths, pairs, attend, stages)
 
         inputs = (anchors, on_device(self._lengths, anchors.device))
-        if not static.pool.captures:
-            return run(*inputs, stages=stages)
-        timed = stages is not untimed
-        key = ("propose", draft, self._rows, timed)
-        if key not in static.captured:
-            static.captured[key] = _Timed(run, static.pool, inputs) if timed else Captured(run, static.pool)
-        drafts: Drafts = static.captured[key](*inputs, stages=stages) if timed else static.captured[key](*inputs)
+        if stages is untimed:
+            key = ("propose", draft, self._rows)
+            if key not in static.captured:
+                static.captured[key] = Captured(run, static.device)
+            drafts: Drafts = static.captured[key](*inputs)
+        else:
+            key = ("propose, timed", draft, self._rows)
+            if key not in static.captured:
+                static.captured[key] = CapturedStages(run, static.device)
+            drafts = static.captured[key](*inputs, stages=stages)
         return drafts
 
     def settle(self, settle: Settle, drafts: Drafts, chosen: Tensor) -> Settled:
         static = self._static
-        if not static.pool.captures:
+        if not captures(static.device):
             return settle(drafts, chosen)
         # A capture reads the drafts where they are: those of a kind are always in the same place.
         key = ("settle", settle, drafts.tokens.data_ptr())
         if key not in static.captured:
-            static.captured[key] = Captured(partial(settle, drafts), static.pool)
+            static.captured[key] = Captured(partial(settle, drafts), static.device)
         settled: Settled = static.captured[key](chosen)
         return settled
-
-
-class _Timed:
-    """Drafting as one graph a stage, replayed with a clock around each. All that is computed has to be inside of a stage."""
-
-    def __init__(self, run: Callable[..., Drafts], pool: Pool, inputs: Sequence[Tensor]) -> None:
-        self._inputs = [given.clone() for given in inputs]
-        pool.warm_up(run, self._inputs)
-        self._segments = Segments(pool)
-        self._made = run(*self._inputs, stages=self._segments)
-
-    def __call__(self, *inputs: Tensor, stages: Timing) -> Drafts:
-        fill(self._inputs, inputs)
-        for stage, graph in self._segments.parts:
-            with stages(stage):
-                graph.replay()
-        return self._made

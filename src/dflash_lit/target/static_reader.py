@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from dflash_lit.compilation.captured import Captured, Pool, on_device
+from dflash_lit.compilation.captured import Captured, on_device
 from dflash_lit.errors import UserError
 from dflash_lit.target.compiled_layers import packed_layers, shared_layer_graph
 from dflash_lit.target.frozen import FrozenTarget, TargetEnds
@@ -69,18 +69,18 @@ class StaticTarget:
 
     def __init__(self, whole: FrozenTarget, *, room: int, backend: str | None = "inductor") -> None:
         if reason := whole.no_trees:
-            raise UserError(f"{reason} without --compile")
+            raise UserError(f"{reason}, and with --no-compile")
         if backend is not None and not getattr(whole.model, "_can_compile_fullgraph", False):
             raise UserError(
                 f"target.path={whole.info.path!r}: its layers cannot be compiled (Transformers says so); decode with --no-compile"
             )
         self.whole, self.room = whole, room
-        self.pool = Pool(whole.device)
         attention = whole.model.config._attn_implementation
         self._attention = GROUPED if attention == "sdpa" and unsupported(whole.model) is None else attention
         self._graph = None if backend is None else shared_layer_graph(backend)
         self._buffers: dict[int, _Buffers] = {}
         self._passes: dict[tuple[int, int, tuple[int, ...]], Captured[tuple[Tensor, Tensor | None]]] = {}
+        self._in_line: dict[int, tuple[Tensor, Tensor]] = {}
         self._moves: dict[tuple[int, int], Captured[None]] = {}
 
     @property
@@ -102,6 +102,13 @@ class StaticTarget:
         """Begin texts; those of an earlier reader are forgotten."""
         return StaticReader(self, tuple(layer_ids))
 
+    def in_line(self, count: int) -> tuple[Tensor, Tensor]:
+        """Depths [1, Q] and sight [1, Q, Q] of tokens one after the other."""
+        if count not in self._in_line:
+            depths = torch.arange(count, device=self.device)[None]
+            self._in_line[count] = (depths, depths[..., None] >= depths[:, None])
+        return self._in_line[count]
+
     def begin(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> _Buffers:
         """Put what prompts left into the buffers for as many texts, which are made when they are first needed."""
         rows = keys[0].shape[0]
@@ -118,7 +125,7 @@ class StaticTarget:
         """One pass; see :meth:`TargetReader.read_tree`. ``lengths``: int64 [R], tokens before. Overwritten by the next."""
         key = (*ids.shape, layer_ids)
         if key not in self._passes:
-            self._passes[key] = Captured(partial(self._pass, buffers, layer_ids), self.pool)
+            self._passes[key] = Captured(partial(self._pass, buffers, layer_ids), self.device)
         return self._passes[key](ids, depths, sees, lengths)
 
     def move(self, buffers: _Buffers, rows: Tensor, lengths: Tensor) -> None:
@@ -133,7 +140,7 @@ class StaticTarget:
 
         key = (rows.shape[0], rows.shape[1])
         if key not in self._moves:
-            self._moves[key] = Captured(both, self.pool, in_place)
+            self._moves[key] = Captured(both, self.device, in_place)
         self._moves[key](rows, lengths)
 
     def _pass(
@@ -203,9 +210,7 @@ class StaticReader:
             made = self._prompts.read(ids, last_only=last_only)
             self._begin([count])
             return made
-        depths = torch.arange(count, device=ids.device)
-        sees = (depths[:, None] >= depths)[None]
-        logits, features = self.read_tree(ids, depths[None], sees)
+        logits, features = self.read_tree(ids, *self._target.in_line(count))
         self.lengths = [self.lengths[0] + count]
         return logits[:, -1:] if last_only else logits, features
 
