@@ -111,7 +111,8 @@ VARIANTS = {
     for v in (
         Variant("plain", heads=()),
         Variant("causal", heads=(), causal=True),
-        Variant("detached", "detached", _HEADS),
+        Variant("detached", "detached"),
+        Variant("heads", "detached", _HEADS),
         *(Variant(training, training) for training in ("both", "drop", "only")),
         *(Variant(f"first/{training}", training, (("first", 256),)) for training in ("both", "drop")),
         Variant("causal+both", "both", causal=True),
@@ -161,9 +162,9 @@ class Bench:
                 yield epoch, self.with_features("train", batch)
             epoch += 1
 
-    def module(self, variant: Variant) -> DrafterModule:
+    def module(self, variant: Variant, candidates: int) -> DrafterModule:
         """The same weights for all variants of a seed."""
-        config = dataclasses.replace(self.plan.drafter, causal=variant.causal)
+        config = dataclasses.replace(self.plan.drafter, causal=variant.causal, path_candidates=candidates)
         torch.manual_seed(self.seed)
         return DrafterModule(
             config.to_dict(),
@@ -180,9 +181,9 @@ def previous(module: DrafterModule, blocks: Any) -> Tensor:
     return F.embedding(before, module.embed)  # type: ignore[arg-type]
 
 
-def train(bench: Bench, variant: Variant, steps: int) -> tuple[DrafterModule, dict[str, PathHead], float]:
-    """The trained drafter, its heads by name, and seconds."""
-    module = bench.module(variant).train()
+def train(bench: Bench, module: DrafterModule, variant: Variant, steps: int) -> tuple[dict[str, PathHead], float]:
+    """Train the drafter of ``module``; its heads by name, and seconds."""
+    module.train()
     config, cfg = module.config, bench.cfg.optimizer
     heads = {f"{kind}-{r}": KINDS[kind](config.hidden_size, r, config.rms_norm_eps) for kind, r in variant.heads}
     optimizers = []
@@ -215,7 +216,8 @@ def train(bench: Bench, variant: Variant, steps: int) -> tuple[DrafterModule, di
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
-    return module.eval(), heads, time.perf_counter() - began
+    module.eval()
+    return heads, time.perf_counter() - began
 
 
 @torch.no_grad()
@@ -319,7 +321,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="decoded (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=48, help="a response (default: %(default)s)")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0])
-    parser.add_argument("--candidates", type=int, nargs="+", default=[32], help="of the teacher-forced figures")
+    parser.add_argument(
+        "--candidates", type=int, nargs="+", default=[32, 64], help="of the teacher-forced figures; the last also of decoding"
+    )
     parser.add_argument(
         "--decode",
         nargs="*",
@@ -339,13 +343,14 @@ def main() -> None:
         bench = Bench(seed, args.set, args.prompts)
         for name in args.variants:
             variant = VARIANTS[name]
-            module, heads, seconds = train(bench, variant, args.steps)
+            module = bench.module(variant, args.candidates[-1])
+            heads, seconds = train(bench, module, variant, args.steps)
             chosen: dict[str, PathHead | None] = dict(heads)
             if variant.training in ("none", "detached"):
                 chosen = {"": None, **chosen}
             for label, head in chosen.items():
                 module.drafter.path_head = head
-                own = "plain" if variant.training == "detached" and head is None else f"{name} {label}".strip()
+                own = "plain" if head is None and variant.training == "detached" else f"{name} {label}".strip()
                 began = time.perf_counter()
                 forced = teacher_forced(bench, module, args.candidates)
                 decoded = decode(bench, module.drafter, args.tokens, args.temperatures) if own in args.decode else {}
