@@ -58,6 +58,14 @@ class FirstOrder(PathHead):
         return torch.zeros_like(added), added
 
 
+class Blind(PathHead):
+    """Knows no token at all: what the additional layer does by itself."""
+
+    def read(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        nothing = embeddings.new_zeros(*embeddings.shape[:-1], self.token_proj.out_features)
+        return nothing, nothing
+
+
 class Product(PathHead):
     """Token and slot multiplied, as in DFlash 2's selector, with the recurrent state."""
 
@@ -85,6 +93,7 @@ KINDS: dict[str, type[PathHead]] = {
     "recurrent": PathHead,
     "first": FirstOrder,
     "deep": Deep,
+    "blind": Blind,
     "product": Product,
     "first-product": FirstOrderProduct,
 }
@@ -111,7 +120,7 @@ VARIANTS = {
     for v in (
         Variant("plain", heads=()),
         Variant("causal", heads=(), causal=True),
-        Variant("detached", "detached"),
+        Variant("detached", "detached", (("recurrent", 256), ("first", 256), ("blind", 256))),
         Variant("heads", "detached", _HEADS),
         *(Variant(training, training) for training in ("both", "drop", "only")),
         *(Variant(f"first/{training}", training, (("first", 256),)) for training in ("both", "drop")),
