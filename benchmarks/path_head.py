@@ -29,8 +29,8 @@ from transformers import get_cosine_schedule_with_warmup
 
 from dflash_lit.blocks import row_noise
 from dflash_lit.config import TrainConfig, register
-from dflash_lit.decode.acceptance import _ratio_error, decoding
-from dflash_lit.decode.chain import Decoded, decode_chain
+from dflash_lit.decode.acceptance import decoding
+from dflash_lit.decode.chain import decode_chain
 from dflash_lit.decode.lattice import make_lattice
 from dflash_lit.decode.tree import decode_tree_batch
 from dflash_lit.drafter.model import Drafter
@@ -282,44 +282,55 @@ def decode(bench: Bench, drafter: Drafter, tokens: int, temperatures: list[float
     return found
 
 
-def tau(rounds: list[list[int]]) -> tuple[float, float]:
-    """Tokens a round and the standard error over prompts."""
-    decoded = [Decoded([], [total / count] * count) for count, total in rounds if count]
-    mean = sum(total for _, total in rounds) / sum(count for count, _ in rounds)
-    return mean, _ratio_error(decoded, mean)
+Rounds = list[list[int]]
+"""Of each prompt: how many verify passes, and the tokens they yielded."""
+
+
+def tau(rounds: Rounds) -> tuple[float, list[float]]:
+    """Tokens a pass, and what each prompt adds to its error (the ratio linearised)."""
+    passes = sum(count for count, _ in rounds)
+    mean = sum(total for _, total in rounds) / passes
+    return mean, [(total - mean * count) * len(rounds) / passes for count, total in rounds]
+
+
+def error(shares: list[float]) -> float:
+    """Standard error of the mean over prompts."""
+    return statistics.stdev(shares) / math.sqrt(len(shares))
 
 
 def table(files: list[Path]) -> None:
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for line in lines:
-        groups[line["setting"], line["variant"]].append(line)
-    for setting in dict.fromkeys(s for s, _ in groups):
-        of_setting = {v: runs for (s, v), runs in groups.items() if s == setting}
-        keys = sorted(
-            {key for runs in of_setting.values() for run in runs for key in run["decoded"]},
-            key=lambda k: (k[:5], int(k.split("@")[1])),
-        )
-        print(f"\n{setting}\n\n| variant | seeds | " + " | ".join(k.replace("@0", "chain") for k in keys) + " | train s |")
-        print("|---" * (len(keys) + 3) + "|")
-        for variant, runs in of_setting.items():
+    for setting in dict.fromkeys(line["setting"] for line in lines):
+        runs = {(line["variant"], line["seed"]): line for line in lines if line["setting"] == setting}
+        names = list(dict.fromkeys(variant for variant, _ in runs))
+        found = {v: [run for (name, _), run in runs.items() if name == v] for v in names}
+        decoded = [v for v in names if any(run["decoded"] for run in found[v])]
+        keys = list(dict.fromkeys(key for run in runs.values() for key in run["decoded"]))
+        print(f"\n{setting}. Tau by real decoding; in brackets, the difference to `plain` on the same prompts\n")
+        print("| | seeds | " + " | ".join(key.replace("@0", "chain") for key in keys) + " |\n" + "|---" * (len(keys) + 2) + "|")
+        for v in decoded:
             cells = []
             for key in keys:
-                taus = [tau(run["decoded"][key]) for run in runs if key in run["decoded"]]
-                mean = statistics.mean(t for t, _ in taus)
-                error = math.sqrt(sum(e * e for _, e in taus)) / len(taus)
-                cells.append(f"{mean:.2f} ± {error:.2f}")
-            seconds = statistics.mean(run["train_s"] for run in runs)
-            print(f"| {variant} | {len(runs)} | " + " | ".join(cells) + f" | {seconds:.0f} |")
-        names = list(dict.fromkeys(name for runs in of_setting.values() for run in runs for name in run["forced"]))
-        print("\nTeacher-forced on validation rows:\n\n| variant | " + " | ".join(names) + " |")
-        print("|---" * (len(names) + 1) + "|")
-        for variant, runs in of_setting.items():
-            cells = [
-                f"{statistics.mean(r['forced'][n] for r in runs):.3f}" if all(n in r["forced"] for r in runs) else ""
-                for n in names
-            ]
-            print(f"| {variant} | " + " | ".join(cells) + " |")
+                means, errors, gains, gain_errors = [], [], [], []
+                for run in found[v]:
+                    mean, shares = tau(run["decoded"][key])
+                    plain, others = tau(runs["plain", run["seed"]]["decoded"][key])
+                    means.append(mean)
+                    errors.append(error(shares))
+                    gains.append(mean - plain)
+                    gain_errors.append(error([a - b for a, b in zip(shares, others, strict=True)]))
+                n = len(means)
+                cell = f"{statistics.mean(means):.2f} ± {math.hypot(*errors) / n:.2f}"
+                if v != "plain":
+                    cell += f" ({statistics.mean(gains):+.2f} ± {math.hypot(*gain_errors) / n:.2f})"
+                cells.append(cell)
+            print(f"| {v} | {len(found[v])} | " + " | ".join(cells) + " |")
+        figures = list(dict.fromkeys(name for run in runs.values() for name in run["forced"]))
+        print("\nTeacher-forced on validation rows, each seed\n")
+        print("| | " + " | ".join(figures) + " |\n" + "|---" * (len(figures) + 1) + "|")
+        for v in names:
+            cells = [" / ".join(f"{run['forced'][name]:.2f}" for run in found[v] if name in run["forced"]) for name in figures]
+            print(f"| {v} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
