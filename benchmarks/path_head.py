@@ -293,9 +293,10 @@ def tau(rounds: Rounds) -> tuple[float, list[float]]:
     return mean, [(total - mean * count) * len(rounds) / passes for count, total in rounds]
 
 
-def error(shares: list[float]) -> float:
-    """Standard error of the mean over prompts."""
-    return statistics.stdev(shares) / math.sqrt(len(shares))
+def error(shares: list[list[float]]) -> float:
+    """Standard error over prompts of the mean over seeds, from each seed's share of each prompt."""
+    prompts = [statistics.mean(of_prompt) for of_prompt in zip(*shares, strict=True)]
+    return statistics.stdev(prompts) / math.sqrt(len(prompts))
 
 
 def table(files: list[Path]) -> None:
@@ -311,18 +312,20 @@ def table(files: list[Path]) -> None:
         for v in decoded:
             cells = []
             for key in keys:
-                means, errors, gains, gain_errors = [], [], [], []
+                # All seeds decode the same prompts: their shares of the error are averaged prompt by prompt.
+                means, gains = [], []
+                shares: list[list[float]] = []
+                gain_shares: list[list[float]] = []
                 for run in found[v]:
-                    mean, shares = tau(run["decoded"][key])
+                    mean, own = tau(run["decoded"][key])
                     plain, others = tau(runs["plain", run["seed"]]["decoded"][key])
                     means.append(mean)
-                    errors.append(error(shares))
                     gains.append(mean - plain)
-                    gain_errors.append(error([a - b for a, b in zip(shares, others, strict=True)]))
-                n = len(means)
-                cell = f"{statistics.mean(means):.2f} ± {math.hypot(*errors) / n:.2f}"
+                    shares.append(own)
+                    gain_shares.append([a - b for a, b in zip(own, others, strict=True)])
+                cell = f"{statistics.mean(means):.2f} ± {error(shares):.2f}"
                 if v != "plain":
-                    cell += f" ({statistics.mean(gains):+.2f} ± {math.hypot(*gain_errors) / n:.2f})"
+                    cell += f" ({statistics.mean(gains):+.2f} ± {error(gain_shares):.2f})"
                 cells.append(cell)
             print(f"| {v} | {len(found[v])} | " + " | ".join(cells) + " |")
         figures = list(dict.fromkeys(name for run in runs.values() for name in run["forced"]))
