@@ -29,8 +29,8 @@ from transformers import get_cosine_schedule_with_warmup
 
 from dflash_lit.blocks import row_noise
 from dflash_lit.config import TrainConfig, register
-from dflash_lit.decode.acceptance import _ratio_error, decoding
-from dflash_lit.decode.chain import Decoded, decode_chain
+from dflash_lit.decode.acceptance import decoding
+from dflash_lit.decode.chain import decode_chain
 from dflash_lit.decode.lattice import make_lattice
 from dflash_lit.decode.tree import decode_tree_batch
 from dflash_lit.drafter.model import Drafter
@@ -56,6 +56,14 @@ class FirstOrder(PathHead):
         x = F.rms_norm(embeddings.to(self.token_proj.weight.dtype), (embeddings.shape[-1],), eps=self.eps)
         added = self.token_proj(x)
         return torch.zeros_like(added), added
+
+
+class Blind(PathHead):
+    """Knows no token at all: what the additional layer does by itself."""
+
+    def read(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        nothing = embeddings.new_zeros(*embeddings.shape[:-1], self.token_proj.out_features)
+        return nothing, nothing
 
 
 class Product(PathHead):
@@ -85,6 +93,7 @@ KINDS: dict[str, type[PathHead]] = {
     "recurrent": PathHead,
     "first": FirstOrder,
     "deep": Deep,
+    "blind": Blind,
     "product": Product,
     "first-product": FirstOrderProduct,
 }
@@ -111,7 +120,8 @@ VARIANTS = {
     for v in (
         Variant("plain", heads=()),
         Variant("causal", heads=(), causal=True),
-        Variant("detached", "detached", _HEADS),
+        Variant("detached", "detached", (("recurrent", 256), ("first", 256), ("blind", 256))),
+        Variant("heads", "detached", _HEADS),
         *(Variant(training, training) for training in ("both", "drop", "only")),
         *(Variant(f"first/{training}", training, (("first", 256),)) for training in ("both", "drop")),
         Variant("causal+both", "both", causal=True),
@@ -161,9 +171,9 @@ class Bench:
                 yield epoch, self.with_features("train", batch)
             epoch += 1
 
-    def module(self, variant: Variant) -> DrafterModule:
+    def module(self, variant: Variant, candidates: int) -> DrafterModule:
         """The same weights for all variants of a seed."""
-        config = dataclasses.replace(self.plan.drafter, causal=variant.causal)
+        config = dataclasses.replace(self.plan.drafter, causal=variant.causal, path_candidates=candidates)
         torch.manual_seed(self.seed)
         return DrafterModule(
             config.to_dict(),
@@ -180,9 +190,9 @@ def previous(module: DrafterModule, blocks: Any) -> Tensor:
     return F.embedding(before, module.embed)  # type: ignore[arg-type]
 
 
-def train(bench: Bench, variant: Variant, steps: int) -> tuple[DrafterModule, dict[str, PathHead], float]:
-    """The trained drafter, its heads by name, and seconds."""
-    module = bench.module(variant).train()
+def train(bench: Bench, module: DrafterModule, variant: Variant, steps: int) -> tuple[dict[str, PathHead], float]:
+    """Train the drafter of ``module``; its heads by name, and seconds."""
+    module.train()
     config, cfg = module.config, bench.cfg.optimizer
     heads = {f"{kind}-{r}": KINDS[kind](config.hidden_size, r, config.rms_norm_eps) for kind, r in variant.heads}
     optimizers = []
@@ -215,7 +225,8 @@ def train(bench: Bench, variant: Variant, steps: int) -> tuple[DrafterModule, di
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
-    return module.eval(), heads, time.perf_counter() - began
+    module.eval()
+    return heads, time.perf_counter() - began
 
 
 @torch.no_grad()
@@ -271,44 +282,58 @@ def decode(bench: Bench, drafter: Drafter, tokens: int, temperatures: list[float
     return found
 
 
-def tau(rounds: list[list[int]]) -> tuple[float, float]:
-    """Tokens a round and the standard error over prompts."""
-    decoded = [Decoded([], [total / count] * count) for count, total in rounds if count]
-    mean = sum(total for _, total in rounds) / sum(count for count, _ in rounds)
-    return mean, _ratio_error(decoded, mean)
+Rounds = list[list[int]]
+"""Of each prompt: how many verify passes, and the tokens they yielded."""
+
+
+def tau(rounds: Rounds) -> tuple[float, list[float]]:
+    """Tokens a pass, and what each prompt adds to its error (the ratio linearised)."""
+    passes = sum(count for count, _ in rounds)
+    mean = sum(total for _, total in rounds) / passes
+    return mean, [(total - mean * count) * len(rounds) / passes for count, total in rounds]
+
+
+def error(shares: list[list[float]]) -> float:
+    """Standard error over prompts of the mean over seeds, from each seed's share of each prompt."""
+    prompts = [statistics.mean(of_prompt) for of_prompt in zip(*shares, strict=True)]
+    return statistics.stdev(prompts) / math.sqrt(len(prompts))
 
 
 def table(files: list[Path]) -> None:
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for line in lines:
-        groups[line["setting"], line["variant"]].append(line)
-    for setting in dict.fromkeys(s for s, _ in groups):
-        of_setting = {v: runs for (s, v), runs in groups.items() if s == setting}
-        keys = sorted(
-            {key for runs in of_setting.values() for run in runs for key in run["decoded"]},
-            key=lambda k: (k[:5], int(k.split("@")[1])),
-        )
-        print(f"\n{setting}\n\n| variant | seeds | " + " | ".join(k.replace("@0", "chain") for k in keys) + " | train s |")
-        print("|---" * (len(keys) + 3) + "|")
-        for variant, runs in of_setting.items():
+    for setting in dict.fromkeys(line["setting"] for line in lines):
+        runs = {(line["variant"], line["seed"]): line for line in lines if line["setting"] == setting}
+        names = list(dict.fromkeys(variant for variant, _ in runs))
+        found = {v: [run for (name, _), run in runs.items() if name == v] for v in names}
+        decoded = [v for v in names if any(run["decoded"] for run in found[v])]
+        keys = list(dict.fromkeys(key for run in runs.values() for key in run["decoded"]))
+        print(f"\n{setting}. Tau by real decoding; in brackets, the difference to `plain` on the same prompts\n")
+        print("| | seeds | " + " | ".join(key.replace("@0", "chain") for key in keys) + " |\n" + "|---" * (len(keys) + 2) + "|")
+        for v in decoded:
             cells = []
             for key in keys:
-                taus = [tau(run["decoded"][key]) for run in runs if key in run["decoded"]]
-                mean = statistics.mean(t for t, _ in taus)
-                error = math.sqrt(sum(e * e for _, e in taus)) / len(taus)
-                cells.append(f"{mean:.2f} ± {error:.2f}")
-            seconds = statistics.mean(run["train_s"] for run in runs)
-            print(f"| {variant} | {len(runs)} | " + " | ".join(cells) + f" | {seconds:.0f} |")
-        names = list(dict.fromkeys(name for runs in of_setting.values() for run in runs for name in run["forced"]))
-        print("\nTeacher-forced on validation rows:\n\n| variant | " + " | ".join(names) + " |")
-        print("|---" * (len(names) + 1) + "|")
-        for variant, runs in of_setting.items():
-            cells = [
-                f"{statistics.mean(r['forced'][n] for r in runs):.3f}" if all(n in r["forced"] for r in runs) else ""
-                for n in names
-            ]
-            print(f"| {variant} | " + " | ".join(cells) + " |")
+                # All seeds decode the same prompts: their shares of the error are averaged prompt by prompt.
+                means, gains = [], []
+                shares: list[list[float]] = []
+                gain_shares: list[list[float]] = []
+                for run in found[v]:
+                    mean, own = tau(run["decoded"][key])
+                    plain, others = tau(runs["plain", run["seed"]]["decoded"][key])
+                    means.append(mean)
+                    gains.append(mean - plain)
+                    shares.append(own)
+                    gain_shares.append([a - b for a, b in zip(own, others, strict=True)])
+                cell = f"{statistics.mean(means):.2f} ± {error(shares):.2f}"
+                if v != "plain":
+                    cell += f" ({statistics.mean(gains):+.2f} ± {error(gain_shares):.2f})"
+                cells.append(cell)
+            print(f"| {v} | {len(found[v])} | " + " | ".join(cells) + " |")
+        figures = list(dict.fromkeys(name for run in runs.values() for name in run["forced"]))
+        print("\nTeacher-forced on validation rows, each seed\n")
+        print("| | " + " | ".join(figures) + " |\n" + "|---" * (len(figures) + 1) + "|")
+        for v in names:
+            cells = [" / ".join(f"{run['forced'][name]:.2f}" for run in found[v] if name in run["forced"]) for name in figures]
+            print(f"| {v} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
@@ -319,7 +344,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="decoded (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=48, help="a response (default: %(default)s)")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0])
-    parser.add_argument("--candidates", type=int, nargs="+", default=[32], help="of the teacher-forced figures")
+    parser.add_argument(
+        "--candidates", type=int, nargs="+", default=[32, 64], help="of the teacher-forced figures; the last also of decoding"
+    )
     parser.add_argument(
         "--decode",
         nargs="*",
@@ -339,13 +366,14 @@ def main() -> None:
         bench = Bench(seed, args.set, args.prompts)
         for name in args.variants:
             variant = VARIANTS[name]
-            module, heads, seconds = train(bench, variant, args.steps)
+            module = bench.module(variant, args.candidates[-1])
+            heads, seconds = train(bench, module, variant, args.steps)
             chosen: dict[str, PathHead | None] = dict(heads)
             if variant.training in ("none", "detached"):
                 chosen = {"": None, **chosen}
             for label, head in chosen.items():
                 module.drafter.path_head = head
-                own = "plain" if variant.training == "detached" and head is None else f"{name} {label}".strip()
+                own = "plain" if head is None and variant.training == "detached" else f"{name} {label}".strip()
                 began = time.perf_counter()
                 forced = teacher_forced(bench, module, args.candidates)
                 decoded = decode(bench, module.drafter, args.tokens, args.temperatures) if own in args.decode else {}

@@ -44,7 +44,7 @@ class DrafterSection:
     head_dim: Optional[int] = None  # the target's
     causal: bool = False  # slots see only slots up to their own
     path_width: int = 0  # of the head that conditions a slot on the draft tokens before it; 0: none
-    path_candidates: int = 32  # tokens a slot that draft paths are made of, with that head
+    path_candidates: int = 64  # tokens a slot that draft paths are made of, with that head
     rope_parameters: dict[str, Any] = field(default_factory=dict)  # empty: the target's
     initializer_range: Optional[float] = None  # the target's, more below a width of 1024
     feature_noise: float = 0.0  # uniform noise on the features while training, +- this; 0.05 is usual

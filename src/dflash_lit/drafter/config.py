@@ -67,7 +67,7 @@ class DrafterConfig:
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0})
     initializer_range: float = 0.02
     path_width: int = 0
-    path_candidates: int = 32
+    path_candidates: int = 64
     target_fingerprint: str = ""
 
     def __post_init__(self) -> None:
