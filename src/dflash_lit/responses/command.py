@@ -13,19 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dflash_lit.errors import UserError
 from dflash_lit.options import natural, temperature
 from dflash_lit.responses.ask_server import ask_server
-from dflash_lit.responses.ask_target import ask_target
 from dflash_lit.responses.raw_prompts import RawPrompt, read_raw_prompts
 from dflash_lit.responses.record_file import RecordFile, dropped_path
 from dflash_lit.responses.reply import DROPPED, FLAGS
 from dflash_lit.responses.server import TOKEN_ID_FIELDS, Sampling, Server
-from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
 __all__ = ["API_KEY", "add_options", "run"]
 
@@ -93,6 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as it is sent
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from error
     if not isinstance(value, dict):
@@ -149,6 +147,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.model is not None:
             raise UserError("--model: is for --server; a local target is named by --target")
+        # Only here: a server is asked without them, from machines that may not have them, and seconds earlier.
+        import torch
+
+        from dflash_lit.responses.ask_target import ask_target
+        from dflash_lit.target.frozen import FrozenTarget, TargetInfo
+
         device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
         if args.device == "cuda" and device.type != "cuda":
             raise UserError("--device cuda: torch sees no GPU here")

@@ -166,6 +166,9 @@ def _prompt(
         raise UserError(f'{place}: "messages" cannot go to the completions endpoint; write "prompt" texts, or choose chat')
     if text is not None and endpoint == "chat":
         text, messages = None, [{"role": "user", "content": text}]
-    content = json.dumps([text, messages, tools], sort_keys=True, ensure_ascii=True)
-    key = hashlib.sha256(content.encode()).hexdigest()[:16]
+    try:
+        content = json.dumps([text, messages, tools], sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:  # half a character, or NaN: Python reads them, a server would not
+        raise UserError(f"{place}: cannot be sent ({error}); correct it") from error
+    key = hashlib.sha256(content).hexdigest()[:16]
     return RawPrompt(name or key, key, text, None if messages is None else tuple(messages), tools, place)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_lit.data.respond import is_repetitive
+from dflash_lit.data.repetition import is_repetitive, is_repetitive_text
 from dflash_lit.responses.raw_prompts import Message, RawPrompt
 
-__all__ = ["DROPPED", "FLAGS", "Reply", "document_of", "flags_of", "is_repetitive_text"]
+__all__ = ["DROPPED", "FLAGS", "Reply", "document_of", "flags_of"]
 
 FLAGS = ("empty", "repetitive", "filtered", "refusal", "truncated")
 """Everything that is counted. A ``refusal`` and a ``truncated`` response are still what the target says."""
@@ -60,12 +60,6 @@ class Reply:
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
         return message
-
-
-def is_repetitive_text(text: str) -> bool:
-    """:func:`~dflash_lit.data.respond.is_repetitive` for characters: a token is about four of them."""
-    characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return is_repetitive(characters, max_period=64, min_run=64)
 
 
 def flags_of(reply: Reply) -> list[str]:
