@@ -39,10 +39,10 @@ def served_target(chat_target: Path) -> Iterator[tuple[str, Path]]:
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
     log = chat_target.parent / "log"
+    options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "transformers.cli.transformers", "serve", str(chat_target)]
-            + ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"],
+            [sys.executable, "-m", "transformers.cli.transformers", "serve", str(chat_target), *options],
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

@@ -228,6 +228,8 @@ def test_no_lines_of_progress_get_into_the_output(tmp_path: Path):
 
 
 def test_a_server_is_asked_without_torch():
-    code = "import sys, dflash_lit.responses.command; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    code = (
+        "import sys, dflash_lit.responses.command; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

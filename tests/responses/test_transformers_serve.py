@@ -101,7 +101,16 @@ def test_template_variables_reach_the_server(served_target: Served, tmp_path: Pa
 
 def test_another_model_than_the_servers(served_target: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     url, _ = served_target
-    arguments = ["respond", str(write_prompts(tmp_path)), "--server", url, "--out", str(tmp_path / "o.jsonl"), "--model", "else"]
+    arguments = [
+        "respond",
+        str(write_prompts(tmp_path)),
+        "--server",
+        url,
+        "--out",
+        str(tmp_path / "o.jsonl"),
+        "--model",
+        "else",
+    ]
     assert main(arguments) == 1
     assert "Server is pinned" in capsys.readouterr().err
 

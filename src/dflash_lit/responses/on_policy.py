@@ -156,7 +156,7 @@ def check_policy(
         entropy=float(total[2] / count),
         error=float(math.sqrt(total[3]) / count),
         threshold=threshold,
-        argmax=likeliest / count,
+        argmax=float(likeliest / count),
         off_documents=int(off),
     )
 
