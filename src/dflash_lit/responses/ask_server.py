@@ -31,7 +31,7 @@ async def ask_server(
         server: entered.
         prompts: read as they are needed.
         records: entered.
-        in_flight: requests at a time.
+        in_flight: requests at a time; the server's own number, or less.
         max_failures: prompts without an answer after which no more are asked.
         all_turns: see :meth:`~dflash_lit.responses.raw_prompts.RawPrompt.turns`.
         report: called twice a second, and at the end.
@@ -45,10 +45,10 @@ async def ask_server(
     waiting = iter(prompts)
     failures: list[str] = []
 
-    async def work() -> None:
+    async def work(lane: int) -> None:
         while len(failures) <= max_failures and (prompt := next(waiting, None)) is not None:
             try:
-                records.add(prompt, await server.respond(prompt, all_turns=all_turns))
+                records.add(prompt, await server.respond(prompt, all_turns=all_turns, lane=lane))
             except NoAnswerError as error:
                 failures.append(f"{prompt.place}: {error}")
 
@@ -61,7 +61,7 @@ async def ask_server(
                 act()
 
     await server.model_name()
-    workers = [asyncio.create_task(work()) for _ in range(in_flight)]
+    workers = [asyncio.create_task(work(lane)) for lane in range(in_flight)]
     besides = [asyncio.create_task(every(0.5, report)), asyncio.create_task(every(_SYNC_SECONDS, records.sync, in_thread=True))]
     try:
         await asyncio.gather(*workers)
