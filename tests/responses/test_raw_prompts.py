@@ -24,7 +24,7 @@ def test_texts_and_conversations(tmp_path: Path):
         {"prompt": "a"},
         "",
         {"messages": [USER, SAID], "id": 7},
-        {"messages": [USER, SAID, USER], "tools": [{"type": "function"}]},
+        {"messages": [USER, {**SAID, "weight": 1}, USER], "tools": [{"type": "function"}]},
     )
     first, second, third = read_raw_prompts(file).prompts
     assert (first.text, first.messages, first.id) == ("a", None, first.key)

@@ -60,14 +60,27 @@ async def ask_server(
             else:
                 act()
 
+    async def work_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for lane in range(in_flight):
+                    group.create_task(work(lane))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first; the others ended because of it, or in the same way
+
     await server.model_name()
-    workers = [asyncio.create_task(work(lane)) for lane in range(in_flight)]
-    besides = [asyncio.create_task(every(0.5, report)), asyncio.create_task(every(_SYNC_SECONDS, records.sync, in_thread=True))]
+    tasks = [
+        asyncio.create_task(work_all()),
+        asyncio.create_task(every(0.5, report)),
+        asyncio.create_task(every(_SYNC_SECONDS, records.sync, in_thread=True)),
+    ]
     try:
-        await asyncio.gather(*workers)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # whatever ended it: a disk that fails is no reason to go on
     finally:
-        for task in (*workers, *besides):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*workers, *besides, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         report()
     return failures

@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("with --server")
     server.add_argument("--in-flight", type=natural, default=64, help="requests at a time (default: %(default)s)")
     server.add_argument("--timeout", type=_positive, default=1800.0, help="seconds for one answer (default: %(default)s)")
-    server.add_argument("--retries", type=_not_negative, default=8, help="repetitions of a request (default: %(default)s)")
+    server.add_argument("--retries", type=_not_negative, default=12, help="repetitions of a request (default: %(default)s)")
     server.add_argument(
         "--backoff", type=_positive, default=0.5, help="seconds before the first; doubles (default: %(default)s)"
     )

@@ -156,7 +156,8 @@ def _messages(messages: Any, place: str) -> list[Message]:
         messages = messages[:-1]
     if not messages or messages[-1]["role"] not in _ASKING:
         raise UserError(f"{place}: \"messages\" has nothing to respond to; the last one must be the user's or a tool's")
-    return messages
+    # A weight is for training; the output has its own, and servers do not know it.
+    return [{name: value for name, value in message.items() if name != "weight"} for message in messages]
 
 
 def _prompt(

@@ -132,9 +132,18 @@ class RecordFile:
         return flags
 
     def sync(self) -> None:
-        """Wait until all that was added would survive a power cut. May be called from another thread."""
-        for handle in self._files:
-            os.fsync(handle)
+        """Wait until all that was added would survive a power cut. May be called from another thread.
+
+        Raises:
+            UserError: if the disk fails.
+        """
+        try:
+            for handle in self._files:
+                os.fsync(handle)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: could not be brought to the disk ({error.strerror or error}); look at the disk"
+            ) from error
 
     def _close(self) -> None:
         while self._files:

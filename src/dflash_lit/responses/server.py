@@ -133,7 +133,7 @@ class Server:
         sampling: Sampling,
         *,
         in_flight: int = 64,
-        retries: int = 8,
+        retries: int = 12,
         backoff: float = 0.5,
         timeout: float = 1800.0,
         api_key: str | None = None,
