@@ -8,8 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from dflash_lit.data.documents import Document
 from dflash_lit.errors import UserError
 from dflash_lit.responses.ask_server import ask_server
 from dflash_lit.responses.raw_prompts import RawPrompt, read_raw_prompts
@@ -37,11 +41,11 @@ def ask(
     in_flight: int = 8,
     max_failures: int = 100,
     all_turns: bool = False,
-    **settings: Any,
+    **options: Any,
 ) -> tuple[list[str], Server]:
     async def run() -> tuple[list[str], Server]:
         url = server if isinstance(server, str) else server.url
-        chosen = {"retries": 3, "backoff": 0.01, "timeout": 10.0, **settings}
+        chosen = {"retries": 3, "backoff": 0.01, "timeout": 10.0, **options}
         async with Server(url, "m", sampling or Sampling(), in_flight=in_flight, **chosen) as client:
             with RecordFile(out, {}) as records:
                 pending = list(records.pending(asked))
@@ -352,10 +356,60 @@ def test_the_only_model_needs_no_name():
 
 
 def test_settings_that_cannot_be():
-    for url in ("127.0.0.1:8000", "ftp://host/v1", "http:///v1"):
+    for url in ("127.0.0.1:8000", "ftp://host/v1", "http:///v1", "http://host:99999/v1", "http://host:x/v1"):
         with pytest.raises(UserError, match="is no address"):
             Server(url, None, Sampling())
+    with pytest.raises(UserError, match="API key"):
+        Server("http://host/v1", None, Sampling(), api_key="a\nb")
     with pytest.raises(UserError, match="--top-p 0"):
         Sampling(top_p=0.0)
     with pytest.raises(UserError, match="'stream' is set by this command"):
         Sampling(extra_body={"stream": True})
+
+
+def test_half_a_character_of_an_earlier_turn_fails_that_prompt_alone(tmp_path: Path):
+    user = {"role": "user", "content": "a"}
+    broken = {"messages": [user, {"role": "assistant", "content": "x"}, user]}
+    content = b'{"choices": [{"message": {"content": "\\ud800"}}]}'
+    with WaywardServer(lambda handler, body, before: handler.send(content)) as server:
+        asked = prompts(tmp_path, broken, {"messages": [user]})
+        (failure,) = ask(server, asked, tmp_path / "o.jsonl", all_turns=True)[0]
+    assert "cannot be written" in failure
+    assert len(records_of(tmp_path / "o.jsonl")) == 1
+
+
+SCRAPS = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**40) | st.floats() | st.text(max_size=4) | st.sampled_from(["stop", "abort"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                "choices message text content finish_reason token_ids prompt_token_ids meta_info output_token_logprobs usage "
+                "completion_tokens tool_calls reasoning refusal".split()
+            ),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
+@given(
+    scraps=st.lists(st.dictionaries(st.sampled_from(["message", "text", "token_ids", "usage"]), SCRAPS), max_size=2) | SCRAPS
+)
+def test_no_answer_whatsoever_ends_the_run_or_spoils_the_file(tmp_path: Path, scraps: Any):
+    out = tmp_path / "o.jsonl"
+    for path in (out, dropped_path(out)):
+        path.unlink(missing_ok=True)
+    asked = prompts(tmp_path, {"prompt": "a", "id": "a"}, {"messages": [{"role": "user", "content": "b"}], "id": "b"})
+    with WaywardServer(lambda handler, body, before: handler.send({"choices": scraps, "prompt_token_ids": [1]})) as server:
+        failures, _ = ask(server, asked, out, retries=0)
+    kept, dropped = records_of(out), records_of(dropped_path(out))
+    assert len(failures) + len(kept) + len(dropped) == 2
+    with RecordFile(out, {}) as again:
+        assert (again.responses, again.torn) == (len(kept) + len(dropped), 0)
+    for record in kept.values():
+        if "input_ids" in record:
+            Document(np.array(record["input_ids"]), np.array(record["loss_mask"], dtype=np.bool_), "")

@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
             retries=args.retries,
             backoff=args.backoff,
             timeout=args.timeout,
-            api_key=os.environ.get(API_KEY),
+            api_key=os.environ.get(API_KEY, "").strip(),
             token_ids=args.token_ids,
         )
         settings["model"] = asyncio.run(_model_name(args)) if args.model is None else args.model
@@ -214,7 +214,7 @@ async def _model_name(args: argparse.Namespace) -> str:
         retries=args.retries,
         backoff=args.backoff,
         timeout=args.timeout,
-        api_key=os.environ.get(API_KEY),
+        api_key=os.environ.get(API_KEY, "").strip(),
     )
     async with server:
         return await server.model_name()

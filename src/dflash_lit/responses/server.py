@@ -123,7 +123,7 @@ class Server:
         gives_ids: whether the server is still asked for token ids.
 
     Raises:
-        UserError: for a URL that is none.
+        UserError: for a URL or a key that is none.
     """
 
     def __init__(
@@ -140,8 +140,14 @@ class Server:
         token_ids: str = "auto",
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # the port is no number, or too large a one
+            sound = False
+        if not sound:
             raise UserError(f"--server {url}: is no address; write it like http://127.0.0.1:8000/v1")
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise UserError("the API key has characters that no header may have; copy it again")
         self.url = url.rstrip("/")
         self.model = model
         self.sampling = sampling
@@ -263,6 +269,9 @@ class Server:
                 answer = await self._clients[lane // _POOL].request(method, f"{self.url}/{page}", json=body)
         except TimeoutError as error:
             raise _AgainError(f"no answer within {self.timeout:g} s") from error
+        except ValueError as error:
+            # Half a character in an earlier turn of the target.
+            raise NoAnswerError(f"the request cannot be written ({error})") from error
         except (httpx2.TransportError, httpx2.DecodingError) as error:
             raise _AgainError(f"{type(error).__name__} ({error})" if str(error) else type(error).__name__) from error
         status = answer.status_code
@@ -339,11 +348,11 @@ def _reply(answer: Any, chat: bool) -> Reply:
         raise ValueError(f"its finish_reason is {reason!r}")
     usage = answer.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    tokens = tokens if type(tokens) is int else None
+    tokens = tokens if type(tokens) is int and tokens >= 0 else None
     prompt_ids = _ids(choice.get("prompt_token_ids") or answer.get("prompt_token_ids"))
     output_ids = _output_ids(choice)
     # One without the other is of no use, and some of them would be a response that nobody gave.
-    if not prompt_ids or output_ids is None or tokens not in (None, len(output_ids)):
+    if not prompt_ids or not output_ids or tokens not in (None, len(output_ids)):
         prompt_ids = output_ids = None
     return Reply(
         text=text or (refusal if isinstance(refusal, str) else ""),
