@@ -1,7 +1,7 @@
 """A server that speaks the OpenAI protocol, as a client sees it: one request, repeated until there is an answer.
 
-``httpx2`` and not the ``openai`` package, which is built on it: token ids are outside that package's types, a body that is
-cut off is an error that it does not repeat, and huggingface_hub brings httpx2 anyway.
+``httpx2`` and not the ``openai`` package, which is built on it: token ids are outside that package's types, it does not repeat a
+request whose answer is no JSON or lacks its choices, and huggingface_hub 2 brings httpx2 anyway.
 """
 
 from __future__ import annotations
