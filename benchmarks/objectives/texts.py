@@ -21,7 +21,8 @@ from torch import Tensor
 from dflash_lit.data.documents import Document
 from dflash_lit.data.packing import PackedRows, pack
 from dflash_lit.data.prompts import stdlib_prompts
-from dflash_lit.data.respond import PromptBatch, generate_batch, is_repetitive
+from dflash_lit.data.repetition import is_repetitive
+from dflash_lit.data.respond import PromptBatch, generate_batch
 from dflash_lit.target.embedded import build
 from dflash_lit.target.embedded.corpus import SourceFile
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo

@@ -18,7 +18,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from dflash_lit.data.datamodule import RowDataset
 from dflash_lit.data.packing import PackedRows
-from dflash_lit.data.respond import is_repetitive
+from dflash_lit.data.repetition import is_repetitive
 from dflash_lit.decode.acceptance import decoding
 from dflash_lit.decode.chain import Decoded
 from dflash_lit.decode.chain_tree import draft_chain_tree

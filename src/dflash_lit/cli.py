@@ -1,7 +1,7 @@
 """``dflash-lit``: what one does besides training.
 
-Exit codes: 0 done; 1 the greedy output was not the target's own (evaluate), or something is broken (doctor); 2 wrong input,
-with one line that says what.
+Exit codes: 0 done; 1 the greedy output was not the target's own (evaluate), some prompts got no response (respond), a text is not
+the target's (on-policy), or something is broken (doctor); 2 wrong input, with one line that says what.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dflash_lit.commands import run_command
 __all__ = ["main"]
 
 _COMMANDS = {
+    "respond": ("responses.command", "let the target respond to prompts: from a server or here, resumable"),
+    "on-policy": ("responses.on_policy_command", "say whether the target would have said what a file has it say"),
     "evaluate": ("decode.command", "decode prompts with and without an exported drafter"),
     "export": ("export_command", "write a Lightning checkpoint's drafter in the served format"),
     "mask": ("attention.command", "draw who sees whom in the drafter's attention, and the tiles it computes"),

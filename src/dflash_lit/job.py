@@ -35,7 +35,8 @@ from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.documents import Document
 from dflash_lit.data.packing import PackedRows, pack
 from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
-from dflash_lit.data.respond import Responses, is_repetitive, respond
+from dflash_lit.data.repetition import is_repetitive
+from dflash_lit.data.respond import Responses, respond
 from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
 from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from dflash_lit.data.prompts import Prompt, stdlib_prompts
-from dflash_lit.data.respond import RespondingTarget, Responses, is_repetitive, respond
+from dflash_lit.data.repetition import is_repetitive
+from dflash_lit.data.respond import RespondingTarget, Responses, respond
 from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 

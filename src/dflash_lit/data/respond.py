@@ -27,10 +27,11 @@ from transformers import GenerationConfig
 
 from dflash_lit.data.documents import Document
 from dflash_lit.data.prompts import Prompt
+from dflash_lit.data.repetition import is_repetitive
 from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo, generation_settings
 
-__all__ = ["PromptBatch", "RespondingTarget", "Responses", "generate_batch", "is_repetitive", "respond"]
+__all__ = ["PromptBatch", "RespondingTarget", "Responses", "generate_batch", "respond"]
 
 # Part of the key: raise it whenever the meaning of a stored file, or how responses are drawn, changes.
 _FORMAT = 1
@@ -107,26 +108,6 @@ class Responses:
     tokens: int
     tokens_per_second: float
     from_cache: bool
-
-
-def is_repetitive(ids: np.ndarray, *, max_period: int = 16, share: float = 0.5, repeats: int = 3, min_run: int = 16) -> bool:
-    """Whether the end of ``ids`` is a short cycle that fills much of them.
-
-    Args:
-        ids: integers [n], a response without its end token.
-        max_period: longest cycle looked for, in tokens.
-        share: of the n tokens that the cycle must fill.
-        repeats: how many times it must come, at least.
-        min_run: tokens it must fill, at least: four equal tokens in a short answer are no loop.
-    """
-    ids = np.asarray(ids)
-    for period in range(1, min(max_period, len(ids) - 1) + 1):
-        differs = np.flatnonzero(ids[period:] != ids[:-period])
-        # Everything after the last difference repeats what stands one period before, beginning with that first period.
-        run = len(ids) - (int(differs[-1]) + 1 if len(differs) else 0)
-        if run >= max(share * len(ids), repeats * period, min_run):
-            return True
-    return False
 
 
 def respond(
