@@ -306,3 +306,12 @@ def test_a_wrong_floor_is_one_line() -> None:
 def test_noise_cannot_be_negative() -> None:
     with pytest.raises(UserError, match=r"drafter\.feature_noise=-1: "):
         planned("drafter.feature_noise=-1")
+
+
+def test_with_a_window_all_layers_slide_but_the_last() -> None:
+    plan = planned("drafter.sliding_window=64", "drafter.layers=3")
+    assert plan.drafter.layer_types == ("sliding_attention", "sliding_attention", "full_attention")
+    assert planned("drafter.sliding_window=64", "drafter.layer_types=[full_attention,sliding_attention]").drafter.slides
+    assert not planned().drafter.slides
+    with pytest.raises(UserError, match=r"drafter\.sliding_window=4: .*at least a block"):
+        planned("drafter.sliding_window=4")

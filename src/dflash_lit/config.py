@@ -43,6 +43,8 @@ class DrafterSection:
     num_key_value_heads: Optional[int] = None  # the target's
     head_dim: Optional[int] = None  # the target's
     causal: bool = False  # slots see only slots up to their own
+    sliding_window: Optional[int] = None  # tokens of context that sliding layers see; None: no layer slides
+    layer_types: Optional[list[str]] = None  # full_attention | sliding_attention of each; with a window all but the last slide
     path_width: int = 0  # of the head that conditions a slot on the draft tokens before it; 0: none
     path_candidates: int = 64  # tokens a slot that draft paths are made of, with that head
     rope_parameters: dict[str, Any] = field(default_factory=dict)  # empty: the target's

@@ -14,7 +14,7 @@ import torch
 
 from dflash_lit.attention.dense import refuse_large
 from dflash_lit.config import DrafterSection, PlacementSection, TrainConfig
-from dflash_lit.drafter.config import DrafterConfig, feature_layers
+from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig, feature_layers
 from dflash_lit.errors import UserError
 from dflash_lit.export import drafter_from_checkpoint, read_config
 from dflash_lit.objective.config import Objective
@@ -69,6 +69,11 @@ def _own(text: Any, name: str) -> int:
     return int(value)
 
 
+def _sliding(section: DrafterSection) -> list[str]:
+    """With a window all layers slide but the last, which still sees everything."""
+    return [] if section.sliding_window is None else [SLIDING] * (section.layers - 1) + [FULL]
+
+
 def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str = "") -> DrafterConfig:
     """The drafter's sizes: what the section leaves open is the target's.
 
@@ -113,6 +118,8 @@ def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str =
         rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         max_position_embeddings=int(getattr(text, "max_position_embeddings", 32768)),
         causal=section.causal,
+        layer_types=tuple(section.layer_types or _sliding(section)),
+        sliding_window=section.sliding_window,
         path_width=section.path_width,
         path_candidates=section.path_candidates,
         rope_parameters=rope,
@@ -274,6 +281,8 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
             "num_hidden_layers",
             "vocab_size",
             "causal",
+            "layer_types",
+            "sliding_window",
         ):
             theirs, ours = getattr(warm, name), getattr(drafter, name)
             if theirs != ours:
