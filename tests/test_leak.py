@@ -110,4 +110,5 @@ def test_sliding_layers_forget_what_is_behind_their_window() -> None:
         near = [place for place in range(start, anchor) if anchor - place < 6]
         far = [place for place in range(64) if place not in near]
         torch.testing.assert_close(outputs(net, replaced(row, "features", far))[block, 0], before[block, 0], rtol=0, atol=0)
-        assert (outputs(net, replaced(row, "features", near[:1]))[block, 0] != before[block, 0]).any()
+        if near:  # else the anchor is the first of its document
+            assert (outputs(net, replaced(row, "features", near[:1]))[block, 0] != before[block, 0]).any()
