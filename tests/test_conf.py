@@ -293,6 +293,7 @@ def test_the_experiment_for_trees_trains_soft_labels_and_keeps_the_best_tree() -
     cfg = configured("+experiment=ddtree")
     objective = make_plan(cfg).objective
     assert (objective.labels, objective.weights, objective.temperature) == ("soft", "dpace", cfg.data.temperature)
+    assert make_plan(cfg).drafter.path_width == 256
     assert cfg.callbacks["checkpoint"]["monitor"] == "val/tree_eal@64"
     assert 64 in cfg.evaluation.tree_budgets
     assert configured("+experiment=ddtree", "objective.weights=tree_survival").objective.weights == "tree_survival"
