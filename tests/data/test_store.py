@@ -24,7 +24,7 @@ from dflash_lit.data.packing import pack
 from dflash_lit.data.records import Columns
 from dflash_lit.data.row_plan import plan_rows
 from dflash_lit.data.store import DocumentStore, StoreSettings, build_store
-from dflash_lit.data.stored_rows import StoredRows
+from dflash_lit.data.stored_rows import StoredRows, load_rows
 from dflash_lit.errors import UserError
 from tests.data.templates import CHATML, QWEN3, with_template
 
@@ -225,16 +225,19 @@ def test_rows_of_a_store_are_those_of_its_documents(tmp_path: Path, tokenizer: A
 
 
 def test_saved_rows_are_the_same_elsewhere(tmp_path: Path, tokenizer: Any) -> None:
-    rows, _ = stored(tmp_path, tokenizer)
+    rows, documents = stored(tmp_path, tokenizer)
     rows.save(tmp_path / "rows")
-    assert StoredRows.saved_in(tmp_path / "rows")
-    again = StoredRows.load(tmp_path / "rows")
+    again = load_rows(tmp_path / "rows")
+    assert isinstance(again, StoredRows)
     assert np.array_equal(again.take([1, 2]).input_ids, rows.take([1, 2]).input_ids)
     assert np.array_equal(again.take([1, 2]).supervised, rows.take([1, 2]).supervised)
     assert again.pad_id == 1
     rows.store.folder.rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"data\.cache_dir"):
-        StoredRows.load(tmp_path / "rows")
+        load_rows(tmp_path / "rows")
+    held = pack(documents, 256, seed=0, pad_id=1)
+    held.save(tmp_path / "held")
+    assert np.array_equal(load_rows(tmp_path / "held").take([1]).input_ids, held.take([1]).input_ids)
 
 
 def test_an_epoch_goes_on_with_the_same_next_row(tmp_path: Path, tokenizer: Any) -> None:

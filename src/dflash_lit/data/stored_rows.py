@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_lit.data.packing import PackedRows
+from dflash_lit.data.packing import PackedRows, Rows
 from dflash_lit.data.row_plan import RowPlan
 from dflash_lit.data.store import DocumentStore
 from dflash_lit.errors import UserError
 
-__all__ = ["StoredRows"]
+__all__ = ["StoredRows", "load_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +75,6 @@ class StoredRows:
         (folder / "store").write_text(str(self.store.folder.resolve()), encoding="utf-8")
         (folder / "pad_id").write_text(str(self.pad_id))
 
-    @staticmethod
-    def saved_in(folder: Path) -> bool:
-        return (folder / "store").is_file()
-
     @classmethod
     def load(cls, folder: Path) -> StoredRows:
         """Read what :meth:`save` has written.
@@ -91,3 +87,12 @@ class StoredRows:
             raise UserError(f"data.cache_dir: {place} is not there; put it on a file system that all hosts see")
         documents = np.load(folder / "of_store.npy", mmap_mode="r")
         return cls(DocumentStore(place), RowPlan.load(folder), documents, int((folder / "pad_id").read_text()))
+
+
+def load_rows(folder: Path) -> Rows:
+    """Read what either kind of rows has saved, in another process.
+
+    Raises:
+        UserError: if a store cannot be seen from here.
+    """
+    return StoredRows.load(folder) if (folder / "store").is_file() else PackedRows.load(folder)
