@@ -31,7 +31,7 @@ from dflash_lit.data.skips import Skip, SkipRecord, Skips
 from dflash_lit.data.sources import Shard, Source, find_sources, read_shard, shards
 from dflash_lit.errors import UserError
 
-__all__ = ["DocumentStore", "StoreSettings", "build_store"]
+__all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
 # Part of the key: raise it whenever the meaning of a stored file changes.
 _FORMAT = 1
@@ -42,7 +42,7 @@ _FEW_PARTS = 4
 # Tokens that decide on which side a document is, at least: those of the prompt.
 _POINT_TOKENS = 32
 
-_SCHEMA = pyarrow.schema(
+SCHEMA = pyarrow.schema(
     {
         "input_ids": pyarrow.list_(pyarrow.int32()),
         "spans": pyarrow.list_(pyarrow.int32()),
@@ -167,7 +167,7 @@ def build_store(
     if workers is not None and workers < 1:
         raise UserError(f"data.workers={workers}: must be at least 1")
     sources = find_sources(paths, split=settings.split)
-    folder = Path(cache_dir) / f"documents-{_fingerprint(sources, tokenizer, settings)[:32]}"
+    folder = Path(cache_dir) / f"documents-{fingerprint(sources, tokenizer, settings)[:32]}"
     if (folder / "meta.json").is_file():
         store = DocumentStore(folder)
         store.skips.check(settings.skip_limit)  # the limit is no part of the key
@@ -176,7 +176,7 @@ def build_store(
     try:
         partial.mkdir(parents=True, exist_ok=True)
         skips = _tokenise(list(shards(sources)), tokenizer, settings, partial, workers, progress)
-        _index(partial, skips, settings.skip_limit)
+        write_index(partial, skips, settings.skip_limit)
         try:
             partial.rename(folder)
         except OSError:  # another process was faster
@@ -188,7 +188,8 @@ def build_store(
     return DocumentStore(folder), False
 
 
-def _fingerprint(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: StoreSettings) -> str:
+def fingerprint(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: StoreSettings) -> str:
+    """The key of a store: equal for equal documents only."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     about = {
         "format": _FORMAT,
@@ -288,13 +289,13 @@ def _appears(path: Path) -> Iterator[Path]:
 def _write_part(chat: ChatTokenizer, columns: Columns, folder: Path, number: int, part: Shard) -> None:
     """Tokenise one part: its documents first, then the file that says it is done, with what was skipped."""
     seen, skipped = 0, []
-    rows: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
+    rows: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     tokens = 0
     with (
         _appears(folder / f"{number:06d}.arrow") as path,
         pyarrow.OSFile(str(path), "wb") as file,
         # A stream, which `datasets.Dataset.from_file` reads, too.
-        pyarrow.ipc.new_stream(file, _SCHEMA) as writer,
+        pyarrow.ipc.new_stream(file, SCHEMA) as writer,
     ):
         for where, value in read_shard(part, columns):
             try:
@@ -309,10 +310,10 @@ def _write_part(chat: ChatTokenizer, columns: Columns, folder: Path, number: int
                 tokens += sum(len(document.input_ids) for document in documents)
             seen += 1
             if tokens >= _BATCH_TOKENS:
-                writer.write_batch(pyarrow.RecordBatch.from_pydict(rows, _SCHEMA))
-                rows, tokens = {name: [] for name in _SCHEMA.names}, 0
+                writer.write_batch(pyarrow.RecordBatch.from_pydict(rows, SCHEMA))
+                rows, tokens = {name: [] for name in SCHEMA.names}, 0
         if rows["name"]:
-            writer.write_batch(pyarrow.RecordBatch.from_pydict(rows, _SCHEMA))
+            writer.write_batch(pyarrow.RecordBatch.from_pydict(rows, SCHEMA))
     with _appears(folder / f"{number:06d}.json") as path:
         path.write_text(json.dumps({"seen": seen, "skipped": skipped}), encoding="utf-8")
 
@@ -342,7 +343,7 @@ def _count(skips: Skips, folder: Path, number: int) -> None:
 # ------------------------------------------------------------------------------------------------------------------- index
 
 
-def _index(folder: Path, skips: Skips, limit: float) -> None:
+def write_index(folder: Path, skips: Skips, limit: float) -> None:
     """Leave duplicates out, check the limit, and write what :class:`DocumentStore` reads."""
     files = sorted(path.name for path in folder.glob("*.arrow"))
     found: dict[str, list[np.ndarray]] = {name: [np.zeros(0, dtype=np.int64)] for name in ("file", "batch", "row", "record")}
