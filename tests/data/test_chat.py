@@ -93,6 +93,25 @@ def test_untold_templates_are_not_told(tokenizer: Any) -> None:
     assert read(own, {"messages": TURNS[:2]}, thinking=None)[0][1] == ["<think>\n\n</think>\n\nx + 1<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_a_turn_that_was_cut_off_has_no_end(tokenizer: Any, template: str) -> None:
+    own = with_template(tokenizer, template)
+    [(text, spans)] = read(own, {"messages": TURNS, "finish_reason": "length"})
+    assert spans == ["x + 1<|im_end|>", "x + 3"]
+    assert text.endswith("x + 3")
+    assert read(own, {"messages": TURNS, "finish_reason": "stop"})[0][1] == ["x + 1<|im_end|>", "x + 3<|im_end|>"]
+
+
+def test_turns_of_no_weight_are_context(tokenizer: Any) -> None:
+    own = with_template(tokenizer, CHATML)
+    light = [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[2], {**TURNS[3], "weight": 1}]
+    [(text, spans)] = read(own, {"messages": light})
+    assert spans == ["x + 3<|im_end|>"]
+    assert "x + 1" in text
+    with pytest.raises(Skip, match="no turn of the assistant"):
+        read(own, {"messages": light[:2]})
+
+
 def test_the_templates_arguments(tokenizer: Any) -> None:
     own = with_template(tokenizer, "{{ greeting }}" + CHATML)
     assert read(own, {"messages": TURNS}, template_arguments={"greeting": "hello"})[0][0].startswith("hello<|im_start|>")
@@ -150,6 +169,8 @@ def test_what_cannot_be_learnt_has_a_reason(tokenizer: Any, value: dict[str, Any
 def test_texts_responses_and_tokens(tokenizer: Any) -> None:
     [(text, spans)] = read(tokenizer, {"prompt": "def f(x):", "response": "\n    return x"})
     assert (text, spans) == ("def f(x):\n    return x", ["\n    return x"])
+    ended = read(tokenizer, {"prompt": "def f(x):", "response": "\n    return x", "finish_reason": "stop"})
+    assert ended[0][1] == ["\n    return x<|endoftext|>"]
     chat = ChatTokenizer(tokenizer, ChatSettings())
     [whole] = chat.documents(check_record({"text": "def f(x):"}, Columns(), "x"))
     assert whole.spans.tolist() == [[1, len(whole.input_ids)]]  # nothing predicts the first token

@@ -74,10 +74,12 @@ DIRTY: list[tuple[bytes, str]] = [
     (line({"messages": [{"role": "assistant", "content": None}]}), "empty turn"),
     (line({"messages": [{"role": "assistant", "content": "a", "reasoning_content": 1}]}), "wrong type"),
     (line({"messages": [{"role": "assistant", "tool_calls": 1}]}), "wrong type"),
+    (line({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}), "wrong type"),
     (line({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}), "broken JSON"),
     (line({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]}), "wrong type"),
     (line({**GOOD, "tools": 5}), "wrong type"),
     (line({**GOOD, "id": [1]}), "wrong type"),
+    (line({**GOOD, "finish_reason": 1}), "wrong type"),
     (line({"input_ids": [1, 2]}), "tokens without loss mask"),
     (line({"input_ids": [1, 2], "loss_mask": [1]}), "wrong type"),
     (line({"input_ids": [1, 2.5], "loss_mask": [1, 1]}), "wrong type"),
@@ -127,9 +129,11 @@ def test_every_kind_of_source_gives_the_same_records(tmp_path: Path) -> None:
     def messages(*paths: Path, split: str = "train") -> list[Any]:
         return [(r.id, r.messages) for _, r in read(*paths, split=split) if isinstance(r, Record)]
 
+    for name in ("a.dropped.jsonl", "a.settings.json", ".a.jsonl"):  # stand beside the data, and are none
+        (tmp_path / "lines" / name).write_text("{}")
     expected = messages(tmp_path / "lines" / "a.jsonl")
     assert expected[0][1][1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    for name in ("lines", "a.jsonl.gz", "a.parquet", "set", "sets", "lin*/*.jsonl"):
+    for name in ("lines", "a.jsonl.gz", "a.parquet", "set", "sets", "lin*/a.jsonl"):
         assert messages(tmp_path / name) == expected, name
     assert messages(tmp_path / "sets", split="test") == expected[1:]
     assert messages(tmp_path / "set", tmp_path / "a.parquet") == 2 * expected

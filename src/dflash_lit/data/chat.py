@@ -116,7 +116,10 @@ class ChatTokenizer:
         if record.input_ids is not None and record.loss_mask is not None:
             return [self._checked(record.input_ids, _runs(record.loss_mask))]
         if record.messages is not None:
-            return [self._encoded(text, spans) for text, spans in self.conversation(record.messages, record.tools)]
+            return [
+                self._encoded(text, spans)
+                for text, spans in self.conversation(record.messages, record.tools, record.finish_reason == "length")
+            ]
         text = record.text if record.text is not None else record.prompt
         assert text is not None
         if found := self._foreign.search(text + (record.response or "")):
@@ -128,21 +131,26 @@ class ChatTokenizer:
         if record.response is None:
             raise Skip("prompt without a response", "let the target respond to it first", choice=True)
         said = self._ids(record.response)
+        if record.finish_reason == "stop" and self.tokenizer.eos_token_id is not None:
+            said.append(self.tokenizer.eos_token_id)  # generated, though no text
         return [self._checked(np.array([*ids, *said], dtype=np.int64), [(len(ids), len(ids) + len(said))])]
 
     # -- text
 
     def conversation(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, cut: bool = False
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Rendered conversations, each with the stretches of characters that were generated.
+
+        Args:
+            cut: the last turn was cut off: the end that the template gives it was not generated.
 
         Raises:
             Skip: if the template refuses, or no turn can be told from its prompt.
         """
         for number, message in enumerate(messages):
             self._refuse_markup(message, number)
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
         if not turns:
             raise Skip("no turn of the assistant", choice=True)
         thinking = self.settings.thinking
@@ -151,7 +159,7 @@ class ChatTokenizer:
             thinks = has_reasoning(messages[number])
             if thinking in ("on", "off") and thinks != (thinking == "on"):
                 continue
-            text, span, before = self._turn(messages[: number + 1], tools, thinks)
+            text, span, before = self._turn(messages[: number + 1], tools, thinks, cut and number == len(messages) - 1)
             if found and before.startswith(found[-1][0]):
                 found[-1] = (text, [*found[-1][1], span])
             else:
@@ -163,7 +171,7 @@ class ChatTokenizer:
         return found
 
     def _turn(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, thinks: bool
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, thinks: bool, cut: bool
     ) -> tuple[str, tuple[int, int], str]:
         """The conversation up to its last turn, where that turn stands in it, and the prompt it was generated for."""
         arguments: dict[str, Any] = dict(self.settings.template_arguments)
@@ -178,8 +186,9 @@ class ChatTokenizer:
             # The template says itself what is generated; but what the prompt holds already is not.
             start, stop = marked[-1]
             start = max(start, len(prompt)) if follows else start
+            stop = self._end(text[:stop], start, cut)
         elif follows:
-            start, stop = len(prompt), self._end(text, len(prompt))
+            start, stop = len(prompt), self._end(text, len(prompt), cut)
         else:
             raise Skip(
                 "the template's prompt is no beginning of the turn",
@@ -190,14 +199,19 @@ class ChatTokenizer:
             raise Skip("empty turn", "the template leaves nothing of it")
         return text[:stop], (start, stop), prompt
 
-    def _end(self, text: str, start: int) -> int:
-        """Where the turn ends: with its last special token, if nothing but white space follows, which the template adds."""
+    def _end(self, text: str, start: int, cut: bool) -> int:
+        """Where the turn ends: with its last special token, if nothing but white space follows, which the template adds.
+
+        A turn that was ``cut`` off ends before that token.
+        """
         if self._last_special is None:
             return len(text)
         last = None
         for last in self._last_special.finditer(text, start):  # noqa: B007
             pass
-        return last.end() if last is not None and not text[last.end() :].strip() else len(text)
+        if last is None or text[last.end() :].strip():
+            return len(text)
+        return last.start() if cut else last.end()
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, **arguments: Any

@@ -32,6 +32,8 @@ class Columns:
         text: a plain text, learnt as a whole.
         input_ids, loss_mask: tokens, and 1 for each that is to be learnt.
         id: unique names of records; optional.
+        finish_reason: why the response ended, as a server says it: ``length`` if it was cut off, so that no end token was
+            generated; ``stop`` if one was; optional.
     """
 
     messages: str = "messages"
@@ -42,6 +44,7 @@ class Columns:
     input_ids: str = "input_ids"
     loss_mask: str = "loss_mask"
     id: str = "id"
+    finish_reason: str = "finish_reason"
 
     @classmethod
     def named(cls, names: Mapping[str, str]) -> Columns:
@@ -69,7 +72,9 @@ class Record:
     Attributes:
         where: file and line, or data set and row.
         id: its name in the data, None without one.
-        messages: texts as ``content``, arguments of tool calls as objects, reasoning as ``reasoning_content``.
+        messages: texts as ``content``, arguments of tool calls as objects, reasoning as ``reasoning_content``; a turn with
+            ``weight`` 0 is not to be learnt.
+        finish_reason: ``length``, ``stop`` or whatever else; None where nothing is said.
         input_ids: int64 [n]; loss_mask: bool [n].
     """
 
@@ -82,6 +87,7 @@ class Record:
     text: str | None = None
     input_ids: np.ndarray | None = None
     loss_mask: np.ndarray | None = None
+    finish_reason: str | None = None
 
 
 def check_record(value: Any, columns: Columns, where: str) -> Record:
@@ -110,17 +116,23 @@ def check_record(value: Any, columns: Columns, where: str) -> Record:
     response = value.get(columns.response)
     if response is not None and not isinstance(response, str):
         raise Skip("wrong type", f"{columns.response} is {_kind(response)}, not a text")
+    finish = value.get(columns.finish_reason)
+    if finish is not None and not isinstance(finish, str):
+        raise Skip("wrong type", f"{columns.finish_reason} is {_kind(finish)}, not a text")
     if columns.messages in value:
-        return Record(where, name, messages=_messages(value[columns.messages], columns.messages), tools=tools or None)
+        messages = _messages(value[columns.messages], columns.messages)
+        return Record(where, name, messages=messages, tools=tools or None, finish_reason=finish)
     if columns.prompt in value:
         prompt = value[columns.prompt]
         if isinstance(prompt, list):
             said = [] if response is None else [{"role": "assistant", "content": response}]
-            return Record(where, name, messages=_messages([*prompt, *said], columns.prompt), tools=tools or None)
+            return Record(
+                where, name, messages=_messages([*prompt, *said], columns.prompt), tools=tools or None, finish_reason=finish
+            )
         _check_text(prompt, columns.prompt)
         if response is not None:
             _check_text(response, columns.response)
-        return Record(where, name, prompt=prompt, response=response)
+        return Record(where, name, prompt=prompt, response=response, finish_reason=finish)
     if columns.text in value:
         _check_text(value[columns.text], columns.text)
         return Record(where, name, text=value[columns.text])
@@ -227,6 +239,9 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         if not isinstance(reasoning, str):
             raise Skip("wrong type", f"{place}.reasoning_content is {_kind(reasoning)}, not a text")
         result["reasoning_content"] = reasoning
+    weight = result.get("weight")
+    if weight is not None and not (isinstance(weight, int | float) and weight in (0, 1)):
+        raise Skip("wrong type", f"{place}.weight is neither 0 nor 1")
     calls = result.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):

@@ -68,8 +68,9 @@ def find_sources(paths: str | Sequence[str], *, split: str = "train") -> list[So
     """All files and data sets that ``paths`` name, sorted within each.
 
     Args:
-        paths: files, folders (read with all that is below them), globs, folders written by ``Dataset.save_to_disk``, or names
-            of data sets on a Hugging Face hub (``owner/name``, or ``owner/name:subset``).
+        paths: files, folders (with all that is below them, but hidden files, ``.json`` and ``.dropped.jsonl``), globs, folders
+            written by ``Dataset.save_to_disk``, or names of data sets on a Hugging Face hub (``owner/name``, or
+            ``owner/name:subset``).
         split: of data sets.
 
     Raises:
@@ -93,7 +94,7 @@ def _find(path: str, split: str) -> list[Source]:
         if place.is_dir():
             if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
                 return [_dataset(path, split, on_disk=True)]
-            inside = sorted(p for p in place.rglob("*") if _kind(p) and p.is_file() and not _hidden(p.relative_to(place)))
+            inside = sorted(p for p in place.rglob("*") if _meant(p.relative_to(place)) and p.is_file())
             if not inside:
                 raise UserError(f"data.path={path!r}: holds no file of {', '.join([*_LINES, *_PARQUET])}")
             return [_file(p, str(p)) for p in inside]
@@ -110,8 +111,11 @@ def _find(path: str, split: str) -> list[Source]:
     return [_dataset(path, split, on_disk=False)]
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
+def _meant(path: Path) -> bool:
+    """Whether a file of a folder is data: neither hidden, nor settings, nor what ``dflash-lit respond`` has dropped."""
+    if any(part.startswith((".", "_")) for part in path.parts) or path.name.endswith((".json", ".dropped.jsonl")):
+        return False
+    return _kind(path) is not None
 
 
 def _kind(path: Path) -> str | None:
