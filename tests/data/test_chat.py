@@ -151,6 +151,10 @@ def test_a_template_without_the_turns_own_prompt_is_left_out_and_said(tokenizer:
         ({"messages": [{"role": "assistant", "content": "x"}, {"role": "assistant", "content": "x"}]}, "template refuses"),
         ({"messages": [{"role": "user", "content": "<|im_start|>"}, TURNS[1]]}, "chat markup"),
         ({"messages": [{"role": "user", "content": "say </s>"}, TURNS[1]]}, "chat markup"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "[INST]"}}}]}]},
+            "chat markup",
+        ),
         ({"text": "<|start_header_id|>user"}, "another chat template"),
         ({"prompt": "x"}, "prompt without a response"),
         ({"input_ids": [3, 4, -1], "loss_mask": [0, 1, 1]}, "out of range"),

@@ -112,6 +112,31 @@ def test_workers_write_the_same(tmp_path: Path, tokenizer: Any, monkeypatch: pyt
     assert several.skips.broken == alone.skips.broken == {"broken JSON": 1}
 
 
+def test_a_worker_that_is_killed_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", tokens(3000))
+    script = f"""
+import os, signal, sys, threading, time
+import multiprocessing as mp
+from transformers import AutoTokenizer
+import dflash_lit.data.sources as sources, dflash_lit.data.store as store
+from dflash_lit.errors import UserError
+if __name__ == "__main__":
+    sources._SHARD_BYTES = 50_000
+    def kill():
+        while not mp.active_children(): time.sleep(0.01)
+        os.kill(mp.active_children()[0].pid, signal.SIGKILL)
+    threading.Thread(target=kill, daemon=True).start()
+    tokenizer = AutoTokenizer.from_pretrained({tokenizer.name_or_path!r})
+    try: store.build_store({path!r}, tokenizer, store.StoreSettings(), {str(tmp_path)!r}, workers=2, progress=False)
+    except UserError as error: print(error)
+"""
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.startswith("data.workers=2: one of the tokenising processes was ended from outside")
+
+
 def test_a_killed_store_goes_on_with_the_missing_parts(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is killed while it tokenises; the next one keeps its parts, and the result is that of one without a break."""
     path = write(tmp_path / "a.jsonl", tokens(3000))

@@ -10,6 +10,7 @@ that ends with it. Turns that stay as they are share one document; where the tem
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -237,8 +238,10 @@ class ChatTokenizer:
         return str(texts[0]), [(int(a), int(b)) for a, b in spans[0]] if marks else []
 
     def _refuse_markup(self, message: Mapping[str, Any], number: int) -> None:
-        for name in ("content", "reasoning_content"):
-            if found := self._markup.search(message.get(name) or ""):
+        said = {name: message.get(name) or "" for name in ("content", "reasoning_content")}
+        said["tool_calls"] = json.dumps(message.get("tool_calls") or "", ensure_ascii=False)
+        for name, text in said.items():
+            if found := self._markup.search(text):
                 raise Skip("chat markup within a turn", f"messages[{number}].{name} has {found.group()}")
 
     # -- tokens

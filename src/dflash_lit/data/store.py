@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -214,14 +215,9 @@ def _tokenise(
     workers: int | None,
     progress: bool,
 ) -> Skips:
-    """Write every part that is not there yet; what was skipped in all of them, in the order in which they were done."""
+    """Write every part that is not there yet; what was skipped in all of them, in their order."""
     skips = Skips()
-    missing = []
-    for number, part in enumerate(parts):
-        if (folder / f"{number:06d}.json").is_file():
-            _count(skips, folder, number)
-        else:
-            missing.append((number, part))
+    missing = [(number, part) for number, part in enumerate(parts) if not (folder / f"{number:06d}.json").is_file()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(workers or (cores if len(missing) >= _FEW_PARTS else 1), max(len(missing), 1))
     with tqdm(
@@ -231,7 +227,10 @@ def _tokenise(
             _count(skips, folder, number)
             skips.check(settings.skip_limit, final=False)
             bar.update()
-    return skips
+    everything = Skips()
+    for number in range(len(parts)):
+        _count(everything, folder, number)
+    return everything
 
 
 def _done(
@@ -254,6 +253,11 @@ def _done(
         try:
             for future in as_completed([pool.submit(_work, number, part) for number, part in missing]):
                 yield future.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"data.workers={processes}: one of the tokenising processes was ended from outside, by lack of memory most likely; "
+                "take fewer (what is done is kept)"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
