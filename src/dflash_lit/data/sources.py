@@ -26,8 +26,8 @@ __all__ = ["Shard", "Source", "find_sources", "read_shard", "shards"]
 
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = (".parquet",)
-_SHARD_BYTES = 16 * 2**20
-_SHARD_ROWS = 4096
+_SHARD_BYTES = 8 * 2**20
+_SHARD_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
