@@ -11,10 +11,10 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -220,10 +220,12 @@ def _tokenise(
     missing = [(number, part) for number, part in enumerate(parts) if not (folder / f"{number:06d}.json").is_file()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(workers or (cores if len(missing) >= _FEW_PARTS else 1), max(len(missing), 1))
-    with tqdm(
-        total=len(parts), initial=len(parts) - len(missing), desc="tokenising", unit="part", disable=not progress or not missing
-    ) as bar:
-        for number in _done(missing, tokenizer, settings, folder, processes):
+    before = len(parts) - len(missing)
+    with (
+        tqdm(total=len(parts), initial=before, desc="tokenising", unit="part", disable=not progress or not missing) as bar,
+        closing(_done(missing, tokenizer, settings, folder, processes)) as done,  # an error ends the processes at once
+    ):
+        for number in done:
             _count(skips, folder, number)
             skips.check(settings.skip_limit, final=False)
             bar.update()
@@ -239,7 +241,7 @@ def _done(
     settings: StoreSettings,
     folder: Path,
     processes: int,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Numbers of the parts as they are finished."""
     if processes == 1:
         chat = ChatTokenizer(tokenizer, settings.chat)
@@ -249,18 +251,23 @@ def _done(
         return
     # Not forked: this process has threads, of torch and of tokenizers.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _begin_worker, (tokenizer, settings, folder)) as pool:
-        try:
-            for future in as_completed([pool.submit(_work, number, part) for number, part in missing]):
-                yield future.result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                f"data.workers={processes}: one of the tokenising processes was ended from outside, by lack of memory most likely; "
-                "take fewer (what is done is kept)"
-            ) from error
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, context, _begin_worker, (tokenizer, settings, folder))
+    try:
+        for future in as_completed([pool.submit(_work, number, part) for number, part in missing]):
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"data.workers={processes}: one of the tokenising processes was ended from outside, by lack of memory most likely; "
+            "take fewer (what is done is kept)"
+        ) from error
+    finally:
+        # Whatever has ended this: parts appear whole or not at all, so nobody is waited for. (Of a pool that broke while it was
+        # still starting processes, Python would wait for one that it has not told.)
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+        pool.shutdown()
 
 
 _worker: tuple[ChatTokenizer, StoreSettings, Path] | None = None
