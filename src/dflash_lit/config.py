@@ -82,11 +82,23 @@ class OptimizerSection:
 
 @dataclass
 class DataSection:
+    kind: str = "prompts"  # prompts (the target writes the responses now) | chat (it wrote them before: they are in the data)
     prompts: Optional[str] = MISSING  # a .jsonl or .txt file; None: the standard library's sources
-    held_out_share: float = 0.1  # of a prompts file; the standard library has its own split
-    train_prompts: int = 640  # at most
+    path: Any = None  # of chat: file, folder, glob or data set, or a list of them
+    split: str = "train"  # of a Hugging Face data set
+    columns: dict[str, str] = field(default_factory=dict)  # other names of columns: {messages: conversation}
+    thinking: Optional[str] = (
+        "mixed"  # "on" | "off" (as it will be served) | mixed (as recorded) | None: the template is not told
+    )
+    thinking_argument: str = "enable_thinking"  # what the chat template calls it
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # further ones of the chat template
+    skip_limit: float = 0.01  # share of the records that may be broken
+    long: str = "split"  # documents longer than a row: split (with context) | truncate | reject
+    workers: Optional[int] = None  # processes that tokenise; one a core
+    held_out_share: float = 0.1  # of a prompts file or of chats; the standard library has its own split
+    train_prompts: int = 640  # at most; of chat: documents
     val_prompts: int = 48
-    prompt_tokens: int = 48
+    prompt_tokens: int = 48  # of chat: of the prompts that are decoded, at most
     response_tokens: int = 208
     temperature: float = 0.7  # of the target's responses: near the one it will be served at
     responses_per_batch: int = 230  # prompts generated for at a time

@@ -31,12 +31,14 @@ from rich.console import Console
 
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
+from dflash_lit.data.chat_data import chat_data
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.documents import Document
-from dflash_lit.data.packing import PackedRows, pack
+from dflash_lit.data.packing import pack
 from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
 from dflash_lit.data.repetition import is_repetitive
-from dflash_lit.data.respond import Responses, respond
+from dflash_lit.data.respond import respond
+from dflash_lit.data.stored_rows import load_rows
 from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
 from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
@@ -53,7 +55,7 @@ from dflash_lit.placement.target_worker import serve
 from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
-from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
 __all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
 
@@ -107,12 +109,12 @@ class JobData:
     """Everything the data phase yields.
 
     Attributes:
-        responses: None on other ranks than 0, which are only given the rows made of them.
+        figures: for the summary; empty on other ranks than 0, which are only given the rows.
     """
 
     module: RowDataModule
     eval_prompts: list[list[int]]
-    responses: Responses | None
+    figures: dict[str, Any]
 
 
 class Job:
@@ -296,12 +298,35 @@ class Job:
                 f"paths.output_dir={self.cfg.paths.output_dir!r}: {folder.resolve()} of rank 0 is not there on host {self.world.host}; "
                 "put the run on a file system that all hosts see"
             )
-        train, val = (PackedRows.load(folder / side) for side in ("train", "val"))
+        train, val = (load_rows(folder / side) for side in ("train", "val"))
         module = RowDataModule(train, val, self.cfg.data.rows_per_batch, self.cfg.seed)
         module.eval_prompts = prompts  # type: ignore[attr-defined]
-        return JobData(module, prompts, None)
+        return JobData(module, prompts, {})
 
     def _make_data(self, target: FrozenTarget | RemoteTarget) -> JobData:
+        return self._chats(target.info) if self.cfg.data.kind == "chat" else self._responses(target)
+
+    def _chats(self, info: TargetInfo) -> JobData:
+        """Conversations as they are."""
+        data = self.cfg.data
+        made = chat_data(
+            data,
+            info,
+            mask_token_id=self.plan.drafter.mask_token_id,
+            seed=self.cfg.seed,
+            cache_dir=cache_folder(data.cache_dir),
+            decoded=self.cfg.evaluation.prompts if info.packs else 0,
+        )
+        module = RowDataModule(made.train, made.val, data.rows_per_batch, self.cfg.seed)
+        module.eval_prompts = made.prompts  # type: ignore[attr-defined]
+        figures = made.figures(self.cfg.drafter.anchors)
+        for line in made.lines(figures):
+            self.console.print(f"  {line}", highlight=False, markup=False)
+        self._say_one_a_row(info, made.train.efficiency)
+        return JobData(module, made.prompts, figures)
+
+    def _responses(self, target: FrozenTarget | RemoteTarget) -> JobData:
+        """The target responds to prompts."""
         data = self.cfg.data
         train, val, decoded = self._prompts(target)
         self._refuse_mask_token([*train, *val, *decoded])
@@ -336,13 +361,21 @@ class Job:
             + (", from the cache)" if everything.from_cache else f", {everything.tokens_per_second:.0f} tokens/s)")
             + f"; {len(rows[0])} + {len(rows[1])} rows of {data.row_tokens} tokens, {100 * rows[0].efficiency:.1f} % filled"
         )
+        self._say_one_a_row(info, rows[0].efficiency)
+        figures = {
+            "responses": len(everything.documents),
+            "responses_repetitive": everything.repetitive,
+            "responses_from_cache": everything.from_cache,
+        }
+        return JobData(module, prompts, figures)
+
+    def _say_one_a_row(self, info: TargetInfo, filled: float) -> None:
         if not info.packs:
             self.console.print(
                 f"  {info.path} has layers of kind {info.not_packed!r}, which no mask keeps to one document: each row holds one, "
-                f"{100 * rows[0].efficiency:.1f} % filled (data.row_tokens near the documents' length fills more); nothing is "
+                f"{100 * filled:.1f} % filled (data.row_tokens near the documents' length fills more); nothing is "
                 "decoded, since rejected drafts cannot be taken back from their state"
             )
-        return JobData(module, prompts, everything)
 
     def module(self, target: FrozenTarget | RemoteTarget) -> DrafterModule:
         """The drafter, new or warm-started, under its training step."""
@@ -425,7 +458,6 @@ class Job:
 
     def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
         """Decode for real with the *exported* drafter and put all figures together; writes ``summary.json``."""
-        assert data.responses is not None
         # The export callback says where it wrote; without one the job exports itself.
         made = [found for callback in trainer.callbacks if (found := getattr(callback, "exported_to", None))]  # type: ignore[attr-defined]
         export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
@@ -484,9 +516,7 @@ class Job:
             "objective": str(self.plan.objective),
             "drafter_parameters": sum(p.numel() for p in module.drafter.parameters()),
             "target_parameters": sum(p.numel() for p in target.model.parameters()),
-            "responses": len(data.responses.documents),
-            "responses_repetitive": data.responses.repetitive,
-            "responses_from_cache": data.responses.from_cache,
+            **data.figures,
             "train_tokens": trainer.global_step
             * self.cfg.trainer.accumulate_grad_batches
             * self.cfg.data.rows_per_batch

@@ -14,6 +14,8 @@ import torch
 
 from dflash_lit.attention.dense import refuse_large
 from dflash_lit.config import DrafterSection, PlacementSection, TrainConfig
+from dflash_lit.data.chat_data import store_settings
+from dflash_lit.data.sources import find_sources
 from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig, feature_layers
 from dflash_lit.errors import UserError
 from dflash_lit.export import drafter_from_checkpoint, read_config
@@ -155,6 +157,10 @@ def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
     _positive("data", data, "train_prompts", "val_prompts", "prompt_tokens", "responses_per_batch", "rows_per_batch")
     if data.row_tokens < 128 or data.row_tokens % 128:
         raise UserError(f"data.row_tokens={data.row_tokens}: must be a positive multiple of 128")
+    if data.kind not in ("prompts", "chat"):
+        raise UserError(f"data.kind={data.kind!r}: choose prompts or chat")
+    if data.kind == "chat" and data.path is None:
+        raise UserError("data.path: data=chat needs a file, a folder, a glob or the name of a data set")
     if data.response_tokens < 2:
         raise UserError(
             f"data.response_tokens={data.response_tokens}: no token would be supervised after an anchor; use 2 or more"
@@ -173,7 +179,11 @@ def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
             f"data.prompt_tokens + response tokens come to {longest}, but the target has positions for {most}; "
             "lower data.prompt_tokens, data.response_tokens or evaluation.max_new_tokens"
         )
-    if data.prompts is not None and not Path(data.prompts).is_file():
+    if data.kind == "chat":
+        store_settings(data)
+        if most and data.row_tokens > most:
+            raise UserError(f"data.row_tokens={data.row_tokens}: the target has positions for {most}; lower it")
+    elif data.prompts is not None and not Path(data.prompts).is_file():
         raise UserError(
             f"data.prompts={data.prompts!r}: no such file; give a .jsonl or .txt file of prompts, or null for the standard library"
         )
@@ -199,7 +209,8 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
     """Check ``cfg`` and derive what it leaves open.
 
     Args:
-        checkpoint: look into that of ``ckpt_path``, too, which may be large; once is enough for all processes of a run.
+        checkpoint: look into that of ``ckpt_path``, too, which may be large, and for the data; once is enough for all processes of
+            a run.
 
     Raises:
         UserError: for the first thing that cannot work, naming its key.
@@ -270,6 +281,8 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
 
     info = TargetInfo.load(cfg.target.path, trust_remote_code=cfg.target.trust_remote_code)
     _check_data(cfg, info)
+    if cfg.data.kind == "chat" and checkpoint:
+        find_sources(cfg.data.path, split=cfg.data.split)
     drafter = derive_drafter(cfg.drafter, info)
     if cfg.drafter.init_from is not None:
         warm = read_config(cfg.drafter.init_from)

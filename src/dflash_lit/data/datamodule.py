@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dflash_lit.data.packing import PackedRows
+from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
 
 __all__ = ["RowDataModule", "RowDataset", "RowLoader", "RowOrder"]
@@ -27,15 +27,11 @@ EMPTY_ROW = -1
 class RowDataset(Dataset[dict[str, Tensor]]):
     """Packed rows by number. Row ``EMPTY_ROW`` is padding throughout."""
 
-    def __init__(self, rows: PackedRows) -> None:
-        self._pad_id = rows.pad_id
-        self._input_ids = torch.from_numpy(rows.input_ids)
-        self._document_ids = torch.from_numpy(rows.document_ids)
-        self._position_ids = torch.from_numpy(rows.position_ids)
-        self._supervised = torch.from_numpy(rows.supervised)
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return len(self._input_ids)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: column[0] for name, column in self.batch([index], 1).items()}
@@ -47,20 +43,24 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             ``input_ids`` int64 [R, S], ``document_ids`` int32 [R, S], ``position_ids`` int32 [R, S], ``supervised``
             bool [R, S], ``row_ids`` int64 [R] (``EMPTY_ROW`` for empty rows).
         """
-        row_ids = torch.tensor([*indices, *[EMPTY_ROW] * (rows - len(indices))], dtype=torch.int64)
-        batch = {
-            "input_ids": self._input_ids[row_ids].to(torch.int64),
-            "document_ids": self._document_ids[row_ids],
-            "position_ids": self._position_ids[row_ids],
-            "supervised": self._supervised[row_ids],
+        given = [index for index in indices if index != EMPTY_ROW]
+        row_ids = torch.full((rows,), EMPTY_ROW, dtype=torch.int64)
+        places = [place for place, index in enumerate(indices) if index != EMPTY_ROW]
+        row_ids[places] = torch.tensor(given, dtype=torch.int64)
+        taken = self._rows.take(given)
+
+        def filled(column: np.ndarray, dtype: torch.dtype, empty: int) -> Tensor:
+            whole = torch.full((rows, self._rows.row_tokens), empty, dtype=dtype)
+            whole[places] = torch.from_numpy(column).to(dtype)
+            return whole
+
+        return {
+            "input_ids": filled(taken.input_ids, torch.int64, self._rows.pad_id),
+            "document_ids": filled(taken.document_ids, torch.int32, -1),
+            "position_ids": filled(taken.position_ids, torch.int32, 0),
+            "supervised": filled(taken.supervised, torch.bool, 0),
             "row_ids": row_ids,
         }
-        empty = row_ids == EMPTY_ROW  # index -1 has fetched the last row there
-        batch["input_ids"][empty] = self._pad_id
-        batch["document_ids"][empty] = -1
-        batch["position_ids"][empty] = 0
-        batch["supervised"][empty] = False
-        return batch
 
 
 class RowOrder(DistributedSampler[int]):
@@ -214,7 +214,7 @@ class RowDataModule(lightning.LightningDataModule):
         UserError: if there are no rows, or the two sides have rows of different lengths.
     """
 
-    def __init__(self, train: PackedRows, val: PackedRows, rows_per_batch: int, seed: int) -> None:
+    def __init__(self, train: Rows, val: Rows, rows_per_batch: int, seed: int) -> None:
         super().__init__()
         if rows_per_batch < 1:
             raise UserError(f"data.rows_per_batch: {rows_per_batch} is too small; at least 1")
@@ -241,7 +241,7 @@ class RowDataModule(lightning.LightningDataModule):
     def val_dataloader(self) -> RowLoader:
         return self._loader(self.val, shuffle=False)
 
-    def _loader(self, rows: PackedRows, *, shuffle: bool) -> RowLoader:
+    def _loader(self, rows: Rows, *, shuffle: bool) -> RowLoader:
         order = RowOrder(
             len(rows),
             self.rows_per_batch,
