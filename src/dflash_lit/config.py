@@ -105,6 +105,9 @@ class DataSection:
     row_tokens: int = 256
     rows_per_batch: int = 4
     validate_on_train: bool = False  # for debug=overfit
+    offline: bool = False  # write the target's features once, and read them in every epoch and run; for small data
+    offline_limit_gib: float = 64.0  # refuse to write more
+    policy_documents: int = 32  # of chat: held-out documents that are checked for being the target's own text; 0: none
     cache_dir: Optional[str] = None  # XDG_CACHE_HOME/dflash_lit
 
 

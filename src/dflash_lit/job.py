@@ -34,6 +34,7 @@ from dflash_lit.config import TrainConfig
 from dflash_lit.data.chat_data import chat_data
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.documents import Document
+from dflash_lit.data.offline import StoredFeatures, ensure_features
 from dflash_lit.data.packing import pack
 from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
 from dflash_lit.data.repetition import is_repetitive
@@ -50,11 +51,12 @@ from dflash_lit.placement.channel import Channel
 from dflash_lit.placement.layout import table
 from dflash_lit.placement.layout import transport as transport_between
 from dflash_lit.placement.remote_target import RemoteTarget
-from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, SplitStrategy, threads_of_a_rank
+from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, LocalTarget, SplitStrategy, threads_of_a_rank
 from dflash_lit.placement.target_worker import serve
 from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
+from dflash_lit.responses.on_policy import PolicyQuestion, answer_policy
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
 __all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
@@ -282,7 +284,9 @@ class Job:
             UserError: also if another host does not see the folder of the run.
         """
         if self.world is None or self.plan.layout.drafter_world == 1:
-            return self._make_data(target)
+            made = self._make_data(target)
+            self._attach(made.module, self._offline(made.module, target))
+            return made
         folder = self.folder / ".rows"
         if self.leads:
             made = self._make_data(target)
@@ -290,9 +294,11 @@ class Job:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             for side, rows in (("train", made.module.train), ("val", made.module.val)):
                 rows.save(folder / side)
-            self.world.tell("data", made.eval_prompts)
+            offline = self._offline(made.module, target)
+            self._attach(made.module, offline)
+            self.world.tell("data", (made.eval_prompts, offline))
             return made
-        prompts = self.world.told("data")
+        prompts, offline = self.world.told("data")
         if not folder.is_dir():
             raise UserError(
                 f"paths.output_dir={self.cfg.paths.output_dir!r}: {folder.resolve()} of rank 0 is not there on host {self.world.host}; "
@@ -301,14 +307,40 @@ class Job:
         train, val = (load_rows(folder / side) for side in ("train", "val"))
         module = RowDataModule(train, val, self.cfg.data.rows_per_batch, self.cfg.seed)
         module.eval_prompts = prompts  # type: ignore[attr-defined]
+        self._attach(module, offline)
         return JobData(module, prompts, {})
 
-    def _make_data(self, target: FrozenTarget | RemoteTarget) -> JobData:
-        return self._chats(target.info) if self.cfg.data.kind == "chat" else self._responses(target)
+    def _offline(self, module: RowDataModule, target: FrozenTarget | RemoteTarget) -> list[Path]:
+        """Folders with the features of training and validation rows, written now unless they are there; none without data.offline.
 
-    def _chats(self, info: TargetInfo) -> JobData:
+        Raises:
+            UserError: if they would be too large.
+        """
+        data, plan = self.cfg.data, self.plan
+        if not data.offline:
+            return []
+        assert isinstance(target, FrozenTarget)  # plan.py: not with a split placement
+        return ensure_features(
+            (module.train, module.val),
+            LocalTarget(target, plan.drafter.target_layer_ids, teacher=self.teacher),
+            cache_folder(data.cache_dir) / "features",
+            widths=[plan.drafter.feature_size, *([plan.drafter.hidden_size] if self.teacher else [])],
+            limit_gib=data.offline_limit_gib,
+            rows_per_batch=data.rows_per_batch,
+            console=self.console,
+        )
+
+    def _attach(self, module: RowDataModule, folders: list[Path]) -> None:
+        if folders:
+            train, val = (StoredFeatures.open(folder) for folder in folders)
+            module.features = (train, val)
+
+    def _make_data(self, target: FrozenTarget | RemoteTarget) -> JobData:
+        return self._chats(target) if self.cfg.data.kind == "chat" else self._responses(target)
+
+    def _chats(self, target: FrozenTarget | RemoteTarget) -> JobData:
         """Conversations as they are."""
-        data = self.cfg.data
+        data, info = self.cfg.data, target.info
         made = chat_data(
             data,
             info,
@@ -323,7 +355,29 @@ class Job:
         for line in made.lines(figures):
             self.console.print(f"  {line}", highlight=False, markup=False)
         self._say_one_a_row(info, made.train.efficiency)
+        if data.policy_documents:
+            documents = made.val_documents(data.policy_documents)
+            figures |= self._check_policy(
+                target, PolicyQuestion(documents, data.temperature, data.row_tokens, data.rows_per_batch)
+            )
         return JobData(module, made.prompts, figures)
+
+    def _check_policy(self, target: FrozenTarget | RemoteTarget, question: PolicyQuestion) -> dict[str, Any]:
+        """Say whether the conversations are what the target would have said."""
+        (check,) = target.each(answer_policy, [question])
+        says = (
+            f"{check.documents} held-out documents: {check.nll:.3f} nats a token, {check.entropy:.3f} if the target had written them "
+            f"at T={check.temperature:g}"
+        )
+        if check.off_policy:
+            logging.getLogger(__name__).warning(
+                "%s: this is another's text, or of another temperature (data.temperature). A drafter learns what its target says: let it "
+                "respond to the prompts (dflash-lit respond)",
+                says,
+            )
+        else:
+            self.console.print(f"  {says}: its own text", highlight=False)
+        return {"policy_nll": check.nll, "policy_entropy": check.entropy, "off_policy": check.off_policy}
 
     def _responses(self, target: FrozenTarget | RemoteTarget) -> JobData:
         """The target responds to prompts."""

@@ -167,6 +167,12 @@ def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
         )
     if not 0 <= data.temperature < math.inf:
         raise UserError(f"data.temperature={data.temperature:g}: must be 0 (greedy) or positive")
+    if data.offline and cfg.placement.kind == "split":
+        raise UserError("data.offline=true: the targets of a split run would have nothing to do; use placement=colocated")
+    if not 0 < data.offline_limit_gib < math.inf:
+        raise UserError(f"data.offline_limit_gib={data.offline_limit_gib:g}: must be positive")
+    if data.policy_documents < 0:
+        raise UserError(f"data.policy_documents={data.policy_documents}: must be 0 (no check) or positive")
     if not 0 < data.held_out_share < 1:
         raise UserError(f"data.held_out_share={data.held_out_share:g}: must lie between 0 and 1")
     most = int(getattr(info.text, "max_position_embeddings", 0) or 0)

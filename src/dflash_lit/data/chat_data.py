@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash_lit.config import DataSection
 from dflash_lit.data.chat import ChatSettings
+from dflash_lit.data.documents import Document
 from dflash_lit.data.records import Columns
 from dflash_lit.data.row_plan import LONG, plan_rows, shorten
 from dflash_lit.data.store import DocumentStore, StoreSettings, build_store
@@ -77,6 +78,17 @@ class ChatData:
     val: StoredRows
     prompts: list[list[int]]
     long: dict[str, int]
+
+    def val_documents(self, count: int) -> list[Document]:
+        """The first ``count`` of the held-out documents that are validated on."""
+        made = []
+        for number in self.val.documents[:count].tolist():
+            ids = self.store.input_ids(number)
+            supervised = np.zeros(len(ids), dtype=np.bool_)
+            for low, high in self.store.spans_of(number).tolist():
+                supervised[low:high] = True
+            made.append(Document(ids, supervised, f"document {number}"))
+        return made
 
     def figures(self, anchors: int) -> dict[str, Any]:
         """Numbers for a summary, by name; ``anchors`` is how many a row gets."""
