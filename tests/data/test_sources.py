@@ -248,16 +248,20 @@ lines = st.lists(
 )
 
 
+@pytest.fixture(scope="module")
+def qwen3(tokenizer: Any) -> ChatTokenizer:
+    return ChatTokenizer(with_template(tokenizer, QWEN3), ChatSettings())
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(lines)
-def test_no_input_crashes(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, content: list[bytes]) -> None:
+def test_no_input_crashes(tmp_path_factory: pytest.TempPathFactory, qwen3: ChatTokenizer, content: list[bytes]) -> None:
     file = tmp_path_factory.mktemp("fuzz") / "a.jsonl"
     file.write_bytes(b"\n".join(content))
-    chat = ChatTokenizer(with_template(tokenizer, QWEN3), ChatSettings())
     for _, taken in read(file):
         if isinstance(taken, Record):
             try:
-                documents = chat.documents(taken)
+                documents = qwen3.documents(taken)
             except Skip:
                 continue
             for document in documents:
@@ -265,13 +269,37 @@ def test_no_input_crashes(tmp_path_factory: pytest.TempPathFactory, tokenizer: A
                 flat = document.spans.reshape(-1)
                 assert 1 <= flat[0] < flat[-1] <= length
                 assert (flat[1:] > flat[:-1]).all()
-                assert 0 <= document.input_ids.min() <= document.input_ids.max() < len(chat.tokenizer)
+                assert 0 <= document.input_ids.min() <= document.input_ids.max() < len(qwen3.tokenizer)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(anything | record)
-def test_no_record_crashes(value: Any) -> None:
+# Arrow knows values that JSON does not.
+typed = st.binary(max_size=4) | st.datetimes() | st.decimals() | st.floats()
+typed_call = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": st.text(), "arguments": st.dictionaries(st.text(), typed)})}
+)
+typed_record = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(["user", "assistant"]), "content": st.text() | typed | st.lists(typed, max_size=2)},
+                optional={"tool_calls": st.lists(typed_call, max_size=2), "weight": typed, "name": typed},
+            ),
+            max_size=4,
+        ),
+        "tools": st.lists(st.dictionaries(st.text(), typed, max_size=2), max_size=2),
+        "input_ids": st.lists(typed, max_size=3),
+        "loss_mask": st.lists(typed, max_size=3),
+        "id": typed,
+    },
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(anything | record | typed_record)
+def test_no_record_crashes(qwen3: ChatTokenizer, value: Any) -> None:
     """Also of what no JSON can hold."""
     with contextlib.suppress(Skip):
         taken = check_record(value, Columns(), "here")
         assert any(v is not None for v in (taken.messages, taken.text, taken.prompt, taken.input_ids))
+        assert qwen3.documents(taken)

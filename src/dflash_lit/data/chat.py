@@ -239,7 +239,7 @@ class ChatTokenizer:
 
     def _refuse_markup(self, message: Mapping[str, Any], number: int) -> None:
         said = {name: message.get(name) or "" for name in ("content", "reasoning_content")}
-        said["tool_calls"] = json.dumps(message.get("tool_calls") or "", ensure_ascii=False)
+        said["tool_calls"] = json.dumps(message.get("tool_calls") or "", ensure_ascii=False, default=str)
         for name, text in said.items():
             if found := self._markup.search(text):
                 raise Skip("chat markup within a turn", f"messages[{number}].{name} has {found.group()}")
