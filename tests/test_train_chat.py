@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_lit.cli import main
 from dflash_lit.target.embedded.corpus import stdlib_files
 from tests.test_train import summary_of, train
 
@@ -48,6 +49,45 @@ def test_training_goes_on_in_the_middle_of_an_epoch(chats: Path) -> None:
     assert 0 < first["anchor_coverage"] < 1
     assert first["lossless"] is True
     assert (first["documents_from_cache"], second["documents_from_cache"]) == (False, True)
+    # People's sources, and not what the target says at this temperature.
+    assert first["off_policy"] is True
+    assert first["policy_nll"] > first["policy_entropy"] + 0.3
+
+
+def test_with_features_written_once_it_trains_the_same(chats: Path) -> None:
+    online = chat(chats, "data.policy_documents=0")
+    first, again = (chat(chats, "data.policy_documents=0", "data.offline=true") for _ in range(2))
+    found = [torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for run in (online, first, again)]
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-4)
+        assert torch.equal(found[2][name], found[1][name])  # read, not computed
+    kept = list((chats / "cache").rglob("features/*/meta.json"))
+    assert len(kept) == 2
+    two = chat(chats, "data.offline=true", "data.policy_documents=0", "placement.drafters=2", "data.rows_per_batch=2")
+    assert summary_of(two)["steps"] == 4
+
+
+def test_what_the_target_has_said_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From prompts through ``dflash-lit respond`` to a drafter."""
+    texts = [file.text[:100] for file in islice(stdlib_files(), 30) if len(file.text) > 300]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options = [
+        "--target",
+        "embedded",
+        "--out",
+        str(tmp_path / "said" / "a.jsonl"),
+        "--temperature",
+        "0.7",
+        "--max-tokens",
+        "80",
+    ]
+    (tmp_path / "said").mkdir()
+    assert main(["respond", str(tmp_path / "prompts.jsonl"), *options]) == 0
+    run = train("data=chat", f"data.path={tmp_path}/said", *SIZES, "data.held_out_share=0.4", folder=tmp_path)
+    summary = summary_of(run)
+    assert summary["documents"] > 15
+    assert summary["off_policy"] is False
+    assert abs(summary["policy_nll"] - summary["policy_entropy"]) < 0.1
 
 
 def test_two_drafters_read_the_rows_of_one_plan(chats: Path) -> None:

@@ -296,7 +296,7 @@ class Job:
                 rows.save(folder / side)
             offline = self._offline(made.module, target)
             self._attach(made.module, offline)
-            self.world.tell("data", (made.eval_prompts, offline))
+            self.world.tell("data", (made.eval_prompts, [str(folder) for folder in offline]))
             return made
         prompts, offline = self.world.told("data")
         if not folder.is_dir():
@@ -307,7 +307,7 @@ class Job:
         train, val = (load_rows(folder / side) for side in ("train", "val"))
         module = RowDataModule(train, val, self.cfg.data.rows_per_batch, self.cfg.seed)
         module.eval_prompts = prompts  # type: ignore[attr-defined]
-        self._attach(module, offline)
+        self._attach(module, [Path(folder) for folder in offline])
         return JobData(module, prompts, {})
 
     def _offline(self, module: RowDataModule, target: FrozenTarget | RemoteTarget) -> list[Path]:

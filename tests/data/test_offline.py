@@ -90,7 +90,9 @@ def test_the_size_is_that_of_the_files_and_has_a_limit(target: FrozenTarget, tmp
     size = sum(offline_bytes(rows, 128, [2 * hidden, hidden], target.dtype) for rows in (5, 2))
     found = sum(path.stat().st_size for folder in folders for path in folder.glob("*.npy"))
     assert size <= found <= size + 4 * 4096  # headers
-    with pytest.raises(UserError, match=r"data\.offline: features of 7 rows take 0\.00 GiB, over data\.offline_limit_gib=1e-06"):
+    with pytest.raises(
+        UserError, match=r"data\.offline: features of 7 rows take 0\.00 GiB, over data\.offline_limit_gib=1e-06"
+    ):
         ensured(target, tmp_path / "b", limit_gib=1e-6)
     assert not (tmp_path / "b").exists()
 
