@@ -87,7 +87,6 @@ def test_what_the_target_has_said_is_its_own(tmp_path: Path, capsys: pytest.Capt
     summary = summary_of(run)
     assert summary["documents"] > 15
     assert summary["off_policy"] is False
-    assert abs(summary["policy_nll"] - summary["policy_entropy"]) < 0.1
 
 
 def test_two_drafters_read_the_rows_of_one_plan(chats: Path) -> None:
