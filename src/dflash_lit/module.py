@@ -445,8 +445,12 @@ class DrafterModule(L.LightningModule):
         """
         saved = checkpoint["hyper_parameters"]
         ours = self.config.to_dict()
-        # Of checkpoints from before a field was added.
-        standard_drafter = {field.name: field.default for field in fields(DrafterConfig) if field.default is not MISSING}
+        # Of checkpoints from before a field was added; with lists for tuples, as in to_dict().
+        standard_drafter = {
+            field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+            for field in fields(DrafterConfig)
+            if field.default is not MISSING
+        }
         compared = {
             f"drafter.{name}": (saved["drafter"].get(name, standard_drafter.get(name)), value) for name, value in ours.items()
         }
