@@ -197,7 +197,7 @@ class Workbench:
             schedule.step()
             if module.objective.top:
                 tree, floor = module._weight_sums(result, blocks)
-                module.floor_ratio.copy_(torch.where(tree > 0, floor / tree, 1.0))
+                module.floor_ratio.copy_(module.objective.floor_ratio(tree, floor))
             losses.append(loss.detach())
             if step % 50 == 49:
                 # Read now and then: the host must not run so far ahead that the deadline passes unseen.
