@@ -173,6 +173,11 @@ def test_a_monitor_that_would_not_be_logged_is_refused(tmp_path: Path) -> None:
     for budgets in ("0", "[16]"):
         with pytest.raises(UserError, match=r"monitor=val/tau@64 of ModelCheckpoint.*callbacks\.acceptance\.budgets"):
             made("callbacks.checkpoint.monitor=val/tau@64", f"callbacks.acceptance.budgets={budgets}")
+    made("callbacks.checkpoint.monitor=val/tree_eal@16", "evaluation.tree_budgets=[16]")
+    with pytest.raises(
+        UserError, match=r"monitor=val/tree_eal@64 of ModelCheckpoint.*only val/tree_eal@16; .*evaluation\.tree_budgets"
+    ):
+        made("evaluation.tree_budgets=[16]")
     with pytest.raises(UserError, match=r"callbacks\.acceptance: budgets=\[-1\]"):
         made("callbacks.acceptance.budgets=-1")
 

@@ -301,6 +301,16 @@ def test_a_path_head_learns_and_resumes(embedded: FrozenTarget, tmp_path: Path) 
     assert torch.equal(weights_of(resumed), weights_of(module))
 
 
+def test_a_checkpoint_from_before_sliding_layers_resumes(embedded: FrozenTarget) -> None:
+    saved = dict(build(embedded).hparams.items())
+    later = ("layer_types", "sliding_window", "causal", "path_width", "path_candidates")
+    saved["drafter"] = {name: value for name, value in saved["drafter"].items() if name not in later}
+    build(embedded).on_load_checkpoint({"hyper_parameters": saved})
+    slides = {"layer_types": ("sliding_attention",), "sliding_window": 16}
+    with pytest.raises(UserError, match=r"drafter\.layer_types=\[\], this run \['sliding_attention'\]"):
+        build(embedded, drafter=slides).on_load_checkpoint({"hyper_parameters": saved})
+
+
 def test_a_checkpoint_from_before_path_heads_resumes(embedded: FrozenTarget) -> None:
     saved = dict(build(embedded).hparams.items())
     saved["drafter"] = {name: value for name, value in saved["drafter"].items() if not name.startswith("path_")}

@@ -298,6 +298,10 @@ def _buckets(one: Results, regime: str, names: Sequence[str], base: str, referen
     return lines
 
 
+def _named(record: Record) -> str:
+    return f"{LABELS[record['objective']]} ({record['regime']})"
+
+
 def markdown(records: Sequence[Record], *, loops: bool = True) -> str:
     """The tables of all targets and regimes.
 
@@ -326,9 +330,7 @@ def markdown(records: Sequence[Record], *, loops: bool = True) -> str:
             if base in names and len(names) > 1 and reference and column in reference[0]["blocks"]:
                 buckets = _buckets(one, regime, names, base, reference, column)
                 parts += (
-                    [f"#### {regime}: who gains, by the length of {reference[0]['regime']}", "", *buckets, ""]
-                    if buckets
-                    else []
+                    [f"#### {regime}: who gains, by the length of {_named(reference[0])}", "", *buckets, ""] if buckets else []
                 )
         for cell in one.cells:
             if cell[0] == 0:

@@ -166,7 +166,6 @@ class Workbench:
         local = LocalTarget(self.target, self.config.target_layer_ids, teacher=module.objective.labels == "soft")
         optimizer = module.make_optimizer()
         schedule = get_cosine_schedule_with_warmup(optimizer, round(module.warmup * job.steps), job.steps)
-        parameters = list(module.drafter.parameters())
         module.train()
         losses: list[Tensor] = []
         first, seconds = 0, 0.0
@@ -191,13 +190,14 @@ class Workbench:
                 path = None if module.drafter.path_head is None else module.loss(batch, blocks, module.tell(hidden, blocks))
             loss = _mean(result)
             (loss if path is None else loss + _mean(path)).backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            for part in module._parts():  # apart: a path head changes nothing of the drafter beside it
+                torch.nn.utils.clip_grad_norm_(part, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
             if module.objective.top:
                 tree, floor = module._weight_sums(result, blocks)
-                module.floor_ratio.copy_(torch.where(tree > 0, floor / tree, 1.0))
+                module.floor_ratio.copy_(module.objective.floor_ratio(tree, floor))
             losses.append(loss.detach())
             if step % 50 == 49:
                 # Read now and then: the host must not run so far ahead that the deadline passes unseen.

@@ -187,7 +187,7 @@ class Job:
                 if not isinstance(value, kind):
                     raise UserError(f"{section}.{name}: is no {kind.__name__}; check its _target_")
                 made[section].append(value)
-        _check_monitors(made["callbacks"])
+        _check_monitors(made["callbacks"], self.cfg.evaluation.tree_budgets)
         return made["callbacks"], made["logger"]
 
     def target(self) -> FrozenTarget | RemoteTarget:
@@ -618,17 +618,21 @@ class Job:
         Console().print(closing_table(summary, _shown(report)))
 
 
-def _check_monitors(callbacks: Sequence[Callback]) -> None:
-    """Decoded lengths of draft trees are logged only at the budgets asked for; Lightning would say so after hours."""
-    budgets = [budget for callback in callbacks for budget in getattr(callback, "budgets", ())]
-    logged = [f"val/tau@{budget}" for budget in budgets]
-    for callback in callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and monitor.startswith("val/tau@") and monitor not in logged:
-            raise UserError(
-                f"monitor={monitor} of {type(callback).__name__}: will not be logged, only {', '.join(logged) or 'no val/tau'}; "
-                "add its budget to callbacks.acceptance.budgets"
-            )
+def _check_monitors(callbacks: Sequence[Callback], tree_budgets: Sequence[int]) -> None:
+    """Lengths of draft trees are logged only at the budgets asked for; Lightning would say so after hours."""
+    decoded = [budget for callback in callbacks for budget in getattr(callback, "budgets", ())]
+    for kind, budgets, setting in (
+        ("val/tau@", decoded, "callbacks.acceptance.budgets"),
+        ("val/tree_eal@", tree_budgets, "evaluation.tree_budgets"),
+    ):
+        logged = [f"{kind}{budget}" for budget in budgets]
+        for callback in callbacks:
+            monitor = getattr(callback, "monitor", None)
+            if isinstance(monitor, str) and monitor.startswith(kind) and monitor not in logged:
+                raise UserError(
+                    f"monitor={monitor} of {type(callback).__name__}: will not be logged, only {', '.join(logged) or f'no {kind[:-1]}'}; "
+                    f"add its budget to {setting}"
+                )
 
 
 def _shown(path: Path) -> str:

@@ -359,8 +359,7 @@ class DrafterModule(L.LightningModule):
             self.log(name, numerator / denominator)
         if self.objective.top:
             tree, floor = total[-2:]
-            # No block near its tree's edge: the floor is all there is, whatever the factor.
-            self.floor_ratio.copy_(torch.where(tree > 0, floor / tree, 1.0))
+            self.floor_ratio.copy_(self.objective.floor_ratio(tree, floor))
         self.log("train/chain_eal", total[0] / total[1].clamp(min=1))
         if self.objective.capacity < 1:
             self.log("train/dropped_labels", total[2])
@@ -445,8 +444,12 @@ class DrafterModule(L.LightningModule):
         """
         saved = checkpoint["hyper_parameters"]
         ours = self.config.to_dict()
-        # Of checkpoints from before a field was added.
-        standard_drafter = {field.name: field.default for field in fields(DrafterConfig) if field.default is not MISSING}
+        # Of checkpoints from before a field was added; with lists for tuples, as in to_dict().
+        standard_drafter = {
+            field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+            for field in fields(DrafterConfig)
+            if field.default is not MISSING
+        }
         compared = {
             f"drafter.{name}": (saved["drafter"].get(name, standard_drafter.get(name)), value) for name, value in ours.items()
         }

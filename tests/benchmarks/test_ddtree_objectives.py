@@ -88,6 +88,22 @@ def test_prompts_and_responses_become_rows(texts_folder: Path) -> None:
         assert supervised[settings.prompt_tokens]
 
 
+def test_a_path_head_changes_nothing_of_the_drafter_beside_it(folder: Path) -> None:
+    settings = replace(Settings.load(folder), steps=6)
+    bench = Workbench.load(settings, folder)
+    states = []
+    for objective in ("soft-dpace", "soft-dpace-path"):
+        job = Job("scratch", objective, 0, settings.steps)
+        module = bench.module(job)
+        with torch.no_grad():
+            module.drafter.norm.weight.fill_(50.0)  # sure of itself: gradients are large enough to be clipped
+        bench.train(job, module)
+        states.append(module.drafter.state_dict())
+    plain, beside = states
+    assert all(torch.equal(beside[name], value) for name, value in plain.items())
+    assert (beside["path_head.out_proj.weight"] != 0).any()
+
+
 def test_a_run_records_every_drafter_and_every_decoding(folder: Path) -> None:
     settings = Settings.load(folder)
     assert script.work(folder, 0, float("inf")) == 0

@@ -8,7 +8,7 @@ import torch
 from dflash_lit.data.prompts import stdlib_prompts
 from dflash_lit.decode import chain as chain_module
 from dflash_lit.decode import tree as tree_module
-from dflash_lit.decode.acceptance import _generate
+from dflash_lit.decode.acceptance import _generate, measure
 from dflash_lit.decode.chain import decode_chain, decode_plain
 from dflash_lit.decode.lattice import Lattice
 from dflash_lit.decode.tree import decode_tree, decode_tree_batch
@@ -44,6 +44,11 @@ def test_greedy_output_is_the_targets(embedded: FrozenTarget, prompts: list[list
         expected = decode_plain(embedded, prompt, COUNT).ids
         assert decode_chain(embedded, drafter, prompt, COUNT).ids == expected
         assert decode_tree(embedded, drafter, prompt, COUNT, 20).ids == expected
+
+
+def test_few_candidates_make_small_trees(embedded: FrozenTarget, prompts: list[list[int]]) -> None:
+    drafter = lively_drafter(embedded_config(block_size=4, path_width=8, path_candidates=2))
+    assert measure(embedded, drafter, prompts[:1], max_new_tokens=4, budget=40, plain=False).nodes == 2 + 4 + 8
 
 
 def test_a_batch_of_good_drafts_is_the_targets(embedded: FrozenTarget, prompts: list[list[int]], oracle: NoisyOracle) -> None:

@@ -15,6 +15,7 @@ from dflash_lit.decode.proposer import one_block_attention
 from dflash_lit.decode.static_drafter import PlacedAttention, StaticDrafter, can_be_static, static_pair
 from dflash_lit.decode.tree import decode_tree, decode_tree_batch
 from dflash_lit.drafter.model import Drafter
+from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget
 from dflash_lit.target.static_reader import StaticTarget
 from tests.helpers import drafter_for, lively_drafter, random, tiny_target
@@ -91,6 +92,15 @@ def test_nothing_compiles_after_the_first_rounds(target: FrozenTarget) -> None:
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+def test_more_budgets_than_a_function_may_have_graphs(target: FrozenTarget) -> None:
+    drafter = lively_drafter(drafter_for(target, block_size=12))
+    budgets = list(range(1, torch._dynamo.config.recompile_limit + 3))
+    sides = static_pair(target, drafter, longest_prompt=7, max_new_tokens=8, budgets=budgets, backend="eager")
+    for budget in budgets:
+        theirs = decode_tree(target, drafter, PROMPTS[0], 8, budget)
+        assert decode_tree(*sides, PROMPTS[0], 8, budget).rounds == theirs.rounds
+
+
 def test_measuring(target: FrozenTarget) -> None:
     drafter = lively_drafter(drafter_for(target))
     for ours, theirs in zip(
@@ -115,6 +125,17 @@ def test_what_can_be_static(target: FrozenTarget, monkeypatch: pytest.MonkeyPatc
     assert can_be_static(target)
     monkeypatch.setattr(target.model, "_can_compile_fullgraph", False)
     assert not can_be_static(target)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_angles_that_depend_on_the_length_are_not_static(
+    target: FrozenTarget, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    monkeypatch.setattr(target.info.text, "rope_parameters", {"full_attention": rope} if nested else rope)
+    assert not can_be_static(target)
+    with pytest.raises(UserError, match=r"length; decode with --no-compile"):
+        StaticTarget(target, room=64)
 
 
 def test_a_drafter_with_sliding_layers(target: FrozenTarget) -> None:

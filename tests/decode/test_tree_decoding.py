@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -387,6 +388,23 @@ def test_other_families(embedded: FrozenTarget, config: PretrainedConfig, attent
     assert [made.ids for made in decoded] == alone
     assert tau(decoded) > 1
     assert [made.rounds for made in decoded] == [decode_tree(target, drafter, text, 20, 80).rounds for text in texts]
+
+
+def test_a_model_that_makes_all_logits_whatever_is_asked(embedded: FrozenTarget) -> None:
+    """As the code of a model on a hub may do."""
+    target = tiny_target(embedded.info, vocab_size=64)
+    texts = [[3, 9, 27, 5], [7] * 9, [11]]
+    ids = torch.tensor([[*text, *[0] * (9 - len(text))] for text in texts])
+    expected, _ = target.reader(()).read_prompts(ids, [4, 9, 1])
+    forward = target.model.forward
+
+    @functools.wraps(forward)
+    def all_of_them(**arguments: Any) -> Any:
+        del arguments["logits_to_keep"]
+        return forward(**arguments)
+
+    target.model.forward = all_of_them
+    torch.testing.assert_close(target.reader(()).read_prompts(ids, [4, 9, 1])[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,11 @@ def test_wrong_sizes_name_their_field(change: dict[str, Any], message: str) -> N
         drafter_config(**change)
 
 
+def test_layers_that_are_all_full_are_said_in_one_way() -> None:
+    """Configs are compared when a run goes on from a drafter or a checkpoint."""
+    assert drafter_config(layer_types=("full_attention",) * 2) == drafter_config()
+
+
 def test_dict_and_back() -> None:
     kinds = ("sliding_attention", "full_attention")
     config = drafter_config(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +114,31 @@ def test_batches_without_compilation() -> None:
     got = measure_together(target, drafter, PROMPTS, 16, max_new_tokens=COUNT)
     assert got.tau > 1
     assert not counters["stats"]["unique_graphs"]
+
+
+def test_other_threads_may_use_the_device_during_a_capture() -> None:
+    over, event = threading.Event(), torch.cuda.Event()
+    event.record()
+    asked: list[bool] = []
+
+    def watch() -> None:
+        while not over.is_set():
+            asked.append(event.query())
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        before = len(asked)
+        while watcher.is_alive() and len(asked) < before + 10:  # until the other thread has asked in the meantime
+            time.sleep(0.001)
+        return x * 2
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        x = torch.ones(3, device="cuda")
+        assert torch.equal(Captured(double, torch.device("cuda"))(x), 2 * x)
+    finally:
+        over.set()
+        watcher.join()
 
 
 def test_captured_functions() -> None:

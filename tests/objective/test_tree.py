@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash_lit.objective.tree import accepted_in_tree, path_scores, tree_thresholds
+from dflash_lit.objective.tree import accepted_in_tree, frontier_pairs, path_scores, tree_thresholds
 
 
 def best_first(log_probs: Tensor, budget: int) -> list[tuple[float, tuple[int, ...]]]:
@@ -100,3 +100,11 @@ def test_a_large_enough_tree_accepts_what_the_chain_does(seed: int, depths: int,
     reach = float(log_probs.max(dim=1).values[:hits].sum())
     budget = sum(score >= reach - 1e-5 for score, _ in best_first(log_probs, 4 + 4**2 + 4**3 + 4**4))
     assert accepted(log_probs, path, [budget])[0] >= min(hits, depths)
+
+
+def test_pairs_stay_where_a_captured_graph_reads_them() -> None:
+    device = torch.device("cpu")
+    before = frontier_pairs(7, 3, device)
+    for budget in range(100, 200):
+        frontier_pairs(budget, 2, device)
+    assert frontier_pairs(7, 3, device) is before

@@ -131,3 +131,15 @@ def test_objective_weighs_only_labels() -> None:
 def test_wrong_choices_name_their_field(field: str, value: object) -> None:
     with pytest.raises(UserError, match=f"objective.{field}="):
         Objective(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tree", [0.0, 1e-44, 1e-37, 2.0])
+def test_weights_stay_finite_where_hardly_a_block_is_near_its_edge(tree: float) -> None:
+    objective = Objective(weights="tree_survival", tree_temperature=0.01, tree_budget=1)
+    ratio = objective.floor_ratio(torch.tensor(tree), torch.tensor(4.0))
+    assert float(ratio) == {0.0: 1.0, 2.0: 2.0}.get(tree, 1e6)
+    # The first block is on its edge, the second infinitely far from it.
+    probability, top = torch.tensor([[0.5, 0.5], [0.1, 0.1]]), torch.full((2, 2, 1), 0.5).log()
+    weights = objective.weigh(probability, torch.ones(2, 2, dtype=torch.bool), top, floor_ratio=ratio)
+    assert weights.isfinite().all()
+    assert (weights[1] > 0).all()

@@ -20,6 +20,9 @@ Made = TypeVar("Made")
 WARM_UPS = 2
 """Runs before a capture: what libraries set up when they are first used cannot be captured."""
 
+OTHERS = "thread_local"
+"""Other threads, such as the one that watches over NCCL, may ask the device what they like during a capture."""
+
 
 def captures(device: torch.device) -> bool:
     """Whether functions are captured there."""
@@ -57,7 +60,7 @@ class Captured(Generic[Made]):
             self._inputs = _own(inputs if self._harmless is None else self._harmless(*inputs))
             _warm_up(self._function, self._inputs, self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode=OTHERS):
                 self._made = self._function(*self._inputs)
             self._graph = graph
         _fill(self._inputs, inputs)
@@ -93,7 +96,7 @@ class CapturedStages(Generic[Made]):
             @contextmanager
             def capture(stage: str) -> Iterator[None]:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=handle):
+                with torch.cuda.graph(graph, pool=handle, capture_error_mode=OTHERS):
                     yield
                 self._parts.append((stage, graph))
 

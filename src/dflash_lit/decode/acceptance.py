@@ -307,6 +307,7 @@ def _acceptance(
     tau = sum(rounds) / len(rounds) if rounds else math.nan
     config = drafter.config
     slots = config.block_size - 1
+    tokens = min(config.vocab_size, config.path_candidates) if config.path_width else config.vocab_size
     return Acceptance(
         temperature=temperature,
         tau=tau,
@@ -318,8 +319,8 @@ def _acceptance(
         near_ties=0 if verdicts is None else verdicts.count("near tie"),
         prompts=len(drafted),
         budget=budget,
-        # A block of few slots over a small vocabulary has fewer prefixes than the budget.
-        nodes=min(budget, sum(config.vocab_size**depth for depth in range(1, slots + 1))) if budget else slots,
+        # A block of few slots over a small vocabulary, or few candidates, has fewer prefixes than the budget.
+        nodes=min(budget, sum(tokens**depth for depth in range(1, slots + 1))) if budget else slots,
         stage_ms=stage_ms,
         plain_ms=plain_ms,
         drafted=drafted,

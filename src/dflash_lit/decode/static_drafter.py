@@ -24,7 +24,7 @@ from dflash_lit.drafter.model import Drafter, Layer
 from dflash_lit.target.frozen import FrozenTarget, TargetEnds
 from dflash_lit.target.grouped_attention import grouped
 from dflash_lit.target.static_cache import Stacks, put_at
-from dflash_lit.target.static_reader import StaticTarget, room_for
+from dflash_lit.target.static_reader import StaticTarget, room_for, turns_by_length
 
 __all__ = ["PlacedAttention", "StaticDrafter", "can_be_static", "static_pair"]
 
@@ -80,8 +80,8 @@ class StaticDrafter:
     def __init__(self, drafter: Drafter, *, room: int, backend: str | None = "inductor") -> None:
         self.drafter, self.room = drafter, room
         self.device = drafter.fc.weight.device
-        self._layer = None if backend is None else compiled(_layer, backend=backend)
-        self._context: Callable[..., list[ContextKV]] = _context if backend is None else compiled(_context, backend=backend)
+        self._backend = backend
+        self._graphs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.buffers: dict[int, tuple[Stacks, Stacks]] = {}
         self.captured: dict[tuple[Any, ...], Any] = {}
 
@@ -94,25 +94,35 @@ class StaticDrafter:
         return _StaticProposer(self, ends, rows)
 
     @contextmanager
-    def graphs(self) -> Iterator[None]:
-        """Inside the block its layers run through their graph."""
+    def graphs(self, rows: int) -> Iterator[None]:
+        """Inside the block its layers run through their graph for so many texts."""
         with ExitStack() as after:
-            for layer in self.drafter.layers if self._layer is not None else ():
-                assert self._layer is not None
-                layer.forward = partial(self._layer, layer)
+            for layer in self.drafter.layers if self._backend is not None else ():
+                layer.forward = partial(self._compiled(_layer, rows), layer)
                 after.callback(vars(layer).pop, "forward", None)
             yield
+
+    def _compiled(self, function: Callable[..., Any], *sizes: int) -> Callable[..., Any]:
+        """One graph for each choice of sizes: Dynamo keeps at most eight variants of a function, and budgets may be more."""
+        if self._backend is None:
+            return function
+        key = (function, *sizes)
+        if key not in self._graphs:
+            self._graphs[key] = compiled(function, backend=self._backend)
+        return self._graphs[key]
 
     def context(self, features: Tensor, lengths: Tensor, *, eager: bool = False) -> list[ContextKV]:
         """Keys and values of features [R, P, n_ids * H] behind the first ``lengths`` [R] tokens."""
         positions = lengths[:, None] + torch.arange(features.shape[1], device=features.device)
-        run = _context if eager else self._context
+        run = _context if eager else self._compiled(_context, *features.shape[:2])
         return run(self.drafter, features.to(self.drafter.fc.weight.dtype), *self.drafter.rotary(positions))
 
 
 def can_be_static(target: FrozenTarget) -> bool:
     """Whether its layers can be compiled for decoding, and it can verify what :class:`StaticTarget` gives it to read."""
-    return target.info.packs and target.no_trees is None and bool(getattr(target.model, "_can_compile_fullgraph", False))
+    if not target.info.packs or target.no_trees is not None or turns_by_length(target.info.text):
+        return False
+    return bool(getattr(target.model, "_can_compile_fullgraph", False))
 
 
 def static_pair(
@@ -179,7 +189,7 @@ class _StaticProposer:
                 attend: Attends = placed()
                 if config.slides:
                     attend = config.each_layer(placed(), placed(window=config.sliding_window))
-            with static.graphs():
+            with static.graphs(self._rows):
                 return draft(static.drafter, ends, anchors, lengths, pairs, attend, stages)
 
         inputs = (anchors, on_device(self._lengths, anchors.device))

@@ -123,6 +123,8 @@ class DrafterConfig:
             )
         if unknown := set(self.layer_types) - {FULL, SLIDING}:
             raise UserError(f"drafter.layer_types: {sorted(unknown)[0]!r} is no kind; choose {FULL} or {SLIDING}")
+        if not self.slides:  # said in one way only: configs are compared
+            object.__setattr__(self, "layer_types", ())
         if self.slides and (self.sliding_window is None or self.sliding_window < self.block_size):
             raise UserError(
                 f"drafter.sliding_window={self.sliding_window}: sliding layers need one of at least a block, {self.block_size} tokens"

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dflash_lit.errors import UserError
@@ -91,6 +92,13 @@ class Objective:
             return self._plain(self.weights, label_probability, label_ok)
         tree, floor = self.parts(label_probability, label_ok, top)
         return (1 - self.floor) * floor_ratio * tree + self.floor * floor
+
+    @staticmethod
+    def floor_ratio(tree: Tensor, floor: Tensor) -> Tensor:
+        """What :meth:`weigh` takes, of the sums of both weights. Without any block near its tree's edge the floor is all there is,
+        whatever the factor; and where one is barely there, the next step's weights must not overflow.
+        """
+        return torch.where(tree > 0, (floor / tree).clamp(max=1e6), 1.0)
 
     def parts(self, label_probability: Tensor, label_ok: Tensor, top: Tensor | None) -> tuple[Tensor, Tensor]:
         """Tree survival's weights and its floor's, each fp32 [M, B - 1], not yet mixed."""

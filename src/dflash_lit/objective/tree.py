@@ -8,7 +8,7 @@ set of the ``budget`` most probable prefixes (DDTree, arXiv 2604.12989), and pre
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from torch import Tensor
 __all__ = ["accepted_in_tree", "frontier_pairs", "path_scores", "tree_thresholds"]
 
 
-@lru_cache(maxsize=16)
+@cache
 def frontier_pairs(budget: int, candidates: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Indices (i, r) with (i + 1)(r + 1) <= budget; kept on the device, as each copy to it would be waited for.
+
+    Kept for good: captured graphs go on reading them where they are.
 
     With both lists sorted, the pair (i, r) has at least (i + 1)(r + 1) - 1 pairs that are no smaller: others never matter.
     """

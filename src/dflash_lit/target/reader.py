@@ -105,7 +105,9 @@ class TargetReader:
             ids, positions, logits_to_keep=1 if len(last) == 1 else torch.tensor(last, device=ids.device)
         )
         self.lengths = list(lengths)
-        return logits[range(len(lengths)), [last.index(length - 1) for length in lengths]], features
+        # A model that does not know the argument has made them all.
+        found = last if logits.shape[1] == len(last) else list(range(ids.shape[1]))
+        return logits[range(len(lengths)), [found.index(length - 1) for length in lengths]], features
 
     def read_tree(self, ids: Tensor, depths: Tensor, sees: Tensor) -> tuple[Tensor, Tensor | None]:
         """Read tokens that branch, in one pass; until :meth:`keep` they are in the cache behind the longest text.

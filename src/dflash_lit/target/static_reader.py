@@ -24,7 +24,17 @@ from dflash_lit.target.packed_attention import unsupported
 from dflash_lit.target.reader import TargetReader
 from dflash_lit.target.static_cache import PlacedLayer, Stacks
 
-__all__ = ["StaticReader", "StaticTarget", "room_for"]
+__all__ = ["StaticReader", "StaticTarget", "room_for", "turns_by_length"]
+
+
+def turns_by_length(text: Any) -> bool:
+    """Whether the rotary angles of a language model, by its config, depend on how long the text is.
+
+    Transformers compares the longest position on the host ("dynamic"; "longrope", too, before 5.40), which no graph can capture.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    each = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]  # models may have one a kind of layer
+    return any(of_kind.get("rope_type") in ("dynamic", "longrope") for of_kind in each)
 
 
 def room_for(prompt: int, new: int, block: int, budget: int) -> int:
@@ -74,10 +84,15 @@ class StaticTarget:
             raise UserError(
                 f"target.path={whole.info.path!r}: its layers cannot be compiled (Transformers says so); decode with --no-compile"
             )
+        if turns_by_length(whole.info.text):
+            raise UserError(
+                f"target.path={whole.info.path!r}: its rotary angles depend on the text's length; decode with --no-compile"
+            )
         self.whole, self.room = whole, room
         attention = whole.model.config._attn_implementation
         self._attention = GROUPED if attention == "sdpa" and unsupported(whole.model) is None else attention
-        self._graph = None if backend is None else shared_layer_graph(backend)
+        self._backend = backend
+        self._graphs: dict[tuple[int, ...], Callable[..., Any]] = {}
         self._buffers: dict[int, _Buffers] = {}
         self._passes: dict[tuple[int, int, tuple[int, ...]], Captured[tuple[Tensor, Tensor | None]]] = {}
         self._in_line: dict[int, tuple[Tensor, Tensor]] = {}
@@ -143,6 +158,14 @@ class StaticTarget:
             self._moves[key] = Captured(both, self.device, in_place)
         self._moves[key](rows, lengths)
 
+    def _graph(self, shape: tuple[int, ...]) -> Callable[..., Any] | None:
+        """One a shape: Dynamo keeps at most eight variants of a function, and a sweep may have more budgets."""
+        if self._backend is None:
+            return None
+        if shape not in self._graphs:
+            self._graphs[shape] = shared_layer_graph(self._backend)
+        return self._graphs[shape]
+
     def _pass(
         self, buffers: _Buffers, layer_ids: tuple[int, ...], ids: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -152,7 +175,8 @@ class StaticTarget:
         reader = TargetReader(whole, layer_ids)
         reader.cache = buffers.cache  # type: ignore[assignment]
         mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
-        graph = None if self._graph is None else partial(_with_own_cache, self._graph, whole.layers)
+        own = self._graph(tuple(ids.shape))
+        graph = None if own is None else partial(_with_own_cache, own, whole.layers)
         with packed_layers(whole.layers, self._attention, graph):
             return reader.run(ids, lengths[:, None] + depths, attention_mask=mask)
 
