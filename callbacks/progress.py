@@ -72,9 +72,9 @@ class Progress(ProgressBar):
         shown = {"loss": "train/loss", "chain": "train/chain_eal", "tree64": "val/tree_eal@64", "tau": "acceptance/tau_greedy"}
         metrics = trainer.callback_metrics
         parts = [f"{name} {float(metrics[key]):.2f}" for name, key in shown.items() if key in metrics]
-        parts.append(f"{measured.get('throughput/ktok_s', since_start):.1f} Ktok/s")
-        if "throughput/wait_share" in measured:
-            parts.append(f"wait {100 * measured['throughput/wait_share']:.0f} %")
+        parts.append(f"{measured.get('pipeline/ktok_s', since_start):.1f} Ktok/s")
+        if "pipeline/wait_share" in measured:
+            parts.append(f"wait {100 * measured['pipeline/wait_share']:.0f} %")
         return " ".join(parts)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
