@@ -28,6 +28,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.text import Text
 
 from dflash_lit.commands import one_line
 from dflash_lit.compilation.cache import use_cache
@@ -41,6 +42,7 @@ from dflash_lit.data.respond import Responses, respond
 from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
 from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
+from dflash_lit.doctor.look import free_memory
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import Interrupted, UserError
 from dflash_lit.export import load_drafter, save_drafter
@@ -55,6 +57,7 @@ from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
 from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.watching.announce import announcement
 from dflash_lit.watching.resumed import run_of_checkpoint
 
 __all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
@@ -177,6 +180,13 @@ class Job:
             yield
         finally:
             self.phases[name] = round(time.monotonic() - began, 2)
+
+    def announce(self) -> None:
+        """Print what will happen, before anything heavy does."""
+        if self.leads:
+            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_memory()
+            for name, text in announcement(self.cfg, self.plan, free).items():
+                self.console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
     # -- building
 
@@ -400,12 +410,6 @@ class Job:
             warm = load_drafter(cfg.drafter.init_from)
             # Complete but for a path head that the run adds to a drafter without one.
             module.drafter.load_state_dict(warm.state_dict(), strict=warm.config.path_width == plan.drafter.path_width)
-        size = sum(p.numel() for p in module.drafter.parameters())
-        self.console.print(
-            f"  drafter of {size / 1e6:.1f} M parameters: {plan.drafter.num_hidden_layers} layers, blocks of {plan.drafter.block_size}, "
-            f"features of target layers {', '.join(map(str, plan.drafter.target_layer_ids))}; "
-            f"{cfg.trainer.max_steps} steps of {cfg.optimizer.kind} on {plan.device.type} ({plan.precision}), {plan.objective} objective"
-        )
         if self.world is not None:
             self.console.print(table(plan.layout, [device.index for device in plan.devices]), highlight=False)
         return module
