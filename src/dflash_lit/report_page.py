@@ -231,9 +231,21 @@ def _figures(summary: Mapping[str, Any], metrics: Metrics) -> str:
     ]
     drawn.append(
         (
+            pictures.budget_curves(metrics),
+            "What larger trees bring while the drafter learns: expected by validation (solid), counted in real decoding (dashed).",
+        )
+    )
+    drawn.append(
+        (
             pictures.tau_by_budget(decoded_taus(summary)),
             "Real decoding: what trees of drafts bring over one chain, with standard errors over prompts. A larger tree costs the "
             "target more a pass; `dflash-lit evaluate` measures whether it is faster, too.",
+        )
+    )
+    drawn.append(
+        (
+            pictures.pipeline_curves(metrics),
+            "Training speed. Where targets run apart, the lower dashed line is the side that sets the pace.",
         )
     )
     figures = [f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in drawn if svg]
