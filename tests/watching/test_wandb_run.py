@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_lit.job import Job
 from dflash_lit.watching.resumed import run_of_checkpoint
+from tests.test_conf import configured, planned
 from tests.test_train import QUICK, run, train
 from tests.watching.offline_run import OfflineRun
 
@@ -169,3 +171,21 @@ def test_checkpoints_without_a_run(tmp_path: Path) -> None:
     assert run_of_checkpoint(tmp_path / "other.ckpt") is None
     (tmp_path / "broken.ckpt").write_text("nothing")
     assert run_of_checkpoint(tmp_path / "broken.ckpt") is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "override", "chosen"),
+    [
+        ("abc", "", "abc"),
+        ("abc", "logger.wandb.id=mine", "mine"),
+        ("abc", "+logger.wandb.version=mine", "mine"),
+        (None, "", None),
+    ],
+)
+def test_the_run_that_a_checkpoint_resumes(saved: str | None, override: str, chosen: str | None, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "last.ckpt"
+    torch.save({"callbacks": {"WandbRun": {"wandb_run_id": saved} if saved else {}}}, checkpoint)
+    cfg = configured(*filter(None, [override]), "logger=wandb", f"ckpt_path={checkpoint}")
+    cfg.paths.output_dir, cfg.logger["wandb"]["save_dir"] = str(tmp_path), str(tmp_path)
+    (logger,) = Job(cfg, planned()).instances()[1]
+    assert logger.version == chosen
