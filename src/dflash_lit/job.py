@@ -162,14 +162,16 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """End the W&B run, with what went wrong if anything did, and forget the graphs: the next job of a sweep starts its own."""
         torch.compiler.reset()
-        if wandb.run is not None:
-            code = 0
-            if error is not None:
-                wandb.run.summary["error"] = f"{type(error).__name__}: {one_line(error)}"
-                code = 128 + error.signal if isinstance(error, Interrupted) else 1
-            wandb.finish(exit_code=code)
-        if self._wandb_data is None:
-            del os.environ["WANDB_DATA_DIR"]
+        try:
+            if wandb.run is not None:
+                code = 0
+                if error is not None:
+                    wandb.run.summary["error"] = f"{type(error).__name__}: {one_line(error)}"
+                    code = 128 + error.signal if isinstance(error, Interrupted) else 1
+                wandb.finish(exit_code=code)
+        finally:
+            if self._wandb_data is None:
+                os.environ.pop("WANDB_DATA_DIR", None)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -210,7 +212,7 @@ class Job:
                 except Exception as error:  # whatever the constructor raises, the key is what helps
                     cause = error.__cause__ or error
                     if isinstance(cause, ModuleNotFoundError) and "tensorboard" in str(cause):
-                        raise UserError(f"{section}.{name}: tensorboard is not installed; pip install tensorboard") from error
+                        raise UserError(f"{section}.{name}: tensorboard is not installed; pip install tensorboard") from None
                     reason = str(cause).strip().splitlines()[0]
                     raise UserError(f"{section}.{name}: {reason}") from error
                 if not isinstance(value, kind):
