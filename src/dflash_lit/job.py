@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import numpy as np
@@ -28,7 +28,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.text import Text
 
+from dflash_lit.commands import one_line
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
 from dflash_lit.data.chat_data import chat_data
@@ -43,8 +45,9 @@ from dflash_lit.data.stored_rows import load_rows
 from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
 from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
+from dflash_lit.doctor.look import free_memory
 from dflash_lit.drafter.model import Drafter
-from dflash_lit.errors import UserError
+from dflash_lit.errors import Interrupted, UserError
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.channel import Channel
@@ -58,6 +61,8 @@ from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
 from dflash_lit.responses.on_policy import PolicyQuestion, answer_policy
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
+from dflash_lit.watching.announce import announcement
+from dflash_lit.watching.resumed import run_of_checkpoint
 
 __all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
 
@@ -119,6 +124,14 @@ class JobData:
     figures: dict[str, Any]
 
 
+@runtime_checkable
+class TakesSummary(Protocol):
+    """A callback that wants the run's summary."""
+
+    def on_summary(self, trainer: L.Trainer, summary: Mapping[str, Any], drafter: Path) -> None:
+        """Called on rank 0 when ``summary.json`` is written; ``drafter`` is the folder of the exported one."""
+
+
 class Job:
     """One run, as one of its drafters sees it: its folder, its console, and the time each phase took.
 
@@ -135,6 +148,7 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.console = Console(stderr=True, quiet=not self.leads)
         self.phases: dict[str, float] = {}
+        self.exported = self.folder / "drafter"
         self.started = time.monotonic()
 
     @property
@@ -144,13 +158,24 @@ class Job:
 
     def __enter__(self) -> Job:
         prepare_process(self.cfg, self.plan, self.device)
+        # W&B keeps what an offline run has yet to upload in the user's home, unless told where: it belongs to the run.
+        self._wandb_data = os.environ.get("WANDB_DATA_DIR")
+        os.environ.setdefault("WANDB_DATA_DIR", str((self.folder / "wandb_data").absolute()))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the W&B run and forget the graphs, so that the next job of a sweep starts its own."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """End the W&B run, with what went wrong if anything did, and forget the graphs: the next job of a sweep starts its own."""
         torch.compiler.reset()
-        if wandb.run is not None:
-            wandb.finish(exit_code=0 if kind is None else 1)
+        try:
+            if wandb.run is not None:
+                code = 0
+                if error is not None:
+                    wandb.run.summary["error"] = f"{type(error).__name__}: {one_line(error)}"
+                    code = 128 + error.signal if isinstance(error, Interrupted) else 1
+                wandb.finish(exit_code=code)
+        finally:
+            if self._wandb_data is None:
+                os.environ.pop("WANDB_DATA_DIR", None)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -161,6 +186,13 @@ class Job:
             yield
         finally:
             self.phases[name] = round(time.monotonic() - began, 2)
+
+    def announce(self) -> None:
+        """Print what will happen, before anything heavy does."""
+        if self.leads:
+            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_memory()
+            for name, text in announcement(self.cfg, self.plan, free).items():
+                self.console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
     # -- building
 
@@ -180,15 +212,27 @@ class Job:
                 if name == "wandb" and os.environ.get("WANDB_MODE") == "disabled":
                     continue
                 try:
-                    value = instantiate(node, _convert_="all")
+                    value = instantiate(node, _convert_="all", **self._resumed(node))
                 except Exception as error:  # whatever the constructor raises, the key is what helps
-                    reason = str(error.__cause__ or error).strip().splitlines()[0]
+                    cause = error.__cause__ or error
+                    if isinstance(cause, ModuleNotFoundError) and "tensorboard" in str(cause):
+                        raise UserError(f"{section}.{name}: tensorboard is not installed; pip install tensorboard") from None
+                    reason = str(cause).strip().splitlines()[0]
                     raise UserError(f"{section}.{name}: {reason}") from error
                 if not isinstance(value, kind):
                     raise UserError(f"{section}.{name}: is no {kind.__name__}; check its _target_")
                 made[section].append(value)
         _check_monitors(made["callbacks"], self.cfg.evaluation.tree_budgets)
         return made["callbacks"], made["logger"]
+
+    def _resumed(self, node: Any) -> dict[str, str]:
+        """For a W&B logger of a run that resumes another (``ckpt_path``): the id of that one's, unless the config gives one."""
+        if self.cfg.ckpt_path is None or not str(node.get("_target_")).endswith(".WandbLogger"):
+            return {}
+        if node.get("id") or node.get("version"):
+            return {}
+        found = run_of_checkpoint(self.cfg.ckpt_path)
+        return {"id": found} if found else {}
 
     def target(self) -> FrozenTarget | RemoteTarget:
         """The target in this process, or the one that target ranks hold."""
@@ -455,12 +499,6 @@ class Job:
             warm = load_drafter(cfg.drafter.init_from)
             # Complete but for a path head that the run adds to a drafter without one.
             module.drafter.load_state_dict(warm.state_dict(), strict=warm.config.path_width == plan.drafter.path_width)
-        size = sum(p.numel() for p in module.drafter.parameters())
-        self.console.print(
-            f"  drafter of {size / 1e6:.1f} M parameters: {plan.drafter.num_hidden_layers} layers, blocks of {plan.drafter.block_size}, "
-            f"features of target layers {', '.join(map(str, plan.drafter.target_layer_ids))}; "
-            f"{cfg.trainer.max_steps} steps of {cfg.optimizer.kind} on {plan.device.type} ({plan.precision}), {plan.objective} objective"
-        )
         if self.world is not None:
             self.console.print(table(plan.layout, [device.index for device in plan.devices]), highlight=False)
         return module
@@ -484,6 +522,9 @@ class Job:
             callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
         if not loggers:
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
+        if self.leads:
+            for logger in loggers:
+                logger.log_hyperparams(self.described())
         return L.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             strategy=self.strategy(target),
@@ -508,6 +549,24 @@ class Job:
             default_root_dir=self.folder,
         )
 
+    def described(self) -> dict[str, Any]:
+        """The config without interpolations, as plain values, and under ``derived`` what was derived from it and the target."""
+        plan = self.plan
+        derived = {
+            "drafter": plan.drafter.to_dict(),
+            "objective": plan.objective.to_dict(),
+            "device": plan.device.type,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "precision": plan.precision,
+            "val_every": plan.val_every,
+            "max_new_tokens": plan.max_new_tokens,
+            "processes": plan.layout.world,
+            "drafters": plan.layout.drafter_world,
+        }
+        config = OmegaConf.to_container(OmegaConf.structured(self.cfg), resolve=True)
+        assert isinstance(config, dict)
+        return {**{str(key): value for key, value in config.items()}, "derived": derived}
+
     # -- finishing
 
     def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
@@ -515,6 +574,7 @@ class Job:
         # The export callback says where it wrote; without one the job exports itself.
         made = [found for callback in trainer.callbacks if (found := getattr(callback, "exported_to", None))]  # type: ignore[attr-defined]
         export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
+        self.exported = export
         drafter = load_drafter(export).to(self.plan.device, target.dtype)
         settings = self.cfg.evaluation
         summary: dict[str, Any] = {}
@@ -611,10 +671,9 @@ class Job:
         metrics_file = self.folder / "csv" / "metrics.csv"
         metrics = load_metrics(metrics_file) if metrics_file.is_file() else {}
         report = write_report(self.folder / "report.html", summary, metrics, config)
-        numbers = {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        for logger in trainer.loggers:
-            if type(logger).__name__ == "WandbLogger":
-                logger.experiment.summary.update(numbers)  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, TakesSummary):
+                callback.on_summary(trainer, summary, self.exported)
         Console().print(closing_table(summary, _shown(report)))
 
 
