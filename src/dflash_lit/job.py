@@ -41,7 +41,7 @@ from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_togeth
 from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
 from dflash_lit.drafter.model import Drafter
-from dflash_lit.errors import UserError
+from dflash_lit.errors import Pruned, UserError
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.channel import Channel
@@ -146,7 +146,7 @@ class Job:
         """End the W&B run and forget the graphs, so that the next job of a sweep starts its own."""
         torch.compiler.reset()
         if wandb.run is not None:
-            wandb.finish(exit_code=0 if kind is None else 1)
+            wandb.finish(exit_code=0 if kind is None or issubclass(kind, Pruned) else 1)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
