@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from dflash_lit.commands import one_line
 from dflash_lit.errors import Pruned, RankError, UserError
@@ -64,9 +65,19 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 
 def read_outcomes(sweep: Path) -> list[Outcome]:
-    """Of all jobs of a sweep's folder that have ended, by their numbers."""
-    found = [outcome for path in sweep.glob(f"*/{FILE}") if (outcome := read_outcome(path.parent))]
+    """Of all jobs of a sweep that is over, by their numbers; what left no word was killed."""
+    found = [read_outcome(folder) or _killed(folder) for path in sweep.glob("*/.hydra") if (folder := path.parent)]
     return sorted(found, key=lambda one: (int(one.job) if one.job.isdecimal() else math.inf, one.job))
+
+
+def _killed(folder: Path) -> Outcome:
+    try:
+        overrides = tuple(str(word) for word in OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+    except Exception:  # killed before it was written
+        overrides = ()
+    return Outcome(
+        folder.name, "failed", overrides, error="its process ended without a word: killed, for want of memory perhaps"
+    )
 
 
 def run_job(job: Callable[[], float | None]) -> float | None:

@@ -5,14 +5,17 @@ Hydra's own Optuna plugin (1.3.0) needs Optuna 2, has no pruning, and gives up a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 if TYPE_CHECKING:
     import optuna
@@ -117,7 +120,14 @@ class TPESweeper(Sweeper):
             raise UserError(
                 f"hydra.sweeper.storage={self.storage}: the study there has another search space ({error})"
             ) from None
-        self.launcher.launch([self._overrides(trial, fixed) for trial in trials], initial_job_idx=trials[0].number)
+        try:
+            self.launcher.launch([self._overrides(trial, fixed) for trial in trials], initial_job_idx=trials[0].number)
+        except (UserError, HydraException, OmegaConfBaseException):
+            raise  # what does not compose does so in no trial
+        except (
+            Exception
+        ) as error:  # a launcher's, of a process that was killed; what jobs there are has been said in their folders
+            print(f"warning: trials from {trials[0].number} on: {type(error).__name__}: {error}", file=sys.stderr)
         for trial in trials:
             self._tell(study, trial, read_outcome(folder / str(trial.number)))
 
