@@ -12,13 +12,23 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from html import escape
 
+import matplotlib
 import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-__all__ = ["acceptance_by_slot", "budgets", "length_curves", "loss_curves", "tau_by_budget", "tree_by_budget"]
+__all__ = [
+    "acceptance_by_slot",
+    "budgets",
+    "length_curves",
+    "loss_curves",
+    "parallel_coordinates",
+    "tau_by_budget",
+    "tree_by_budget",
+]
 
 Series = Sequence[tuple[int, float]]
 """(optimizer step, value), steps ascending."""
@@ -120,6 +130,71 @@ def tau_by_budget(decoded: Mapping[str, Mapping[int, tuple[float, float]]]) -> s
         return _svg(figure, axes, "Decoded tau by node budget")
 
 
+def parallel_coordinates(settings: Mapping[str, Sequence[str | None]], metric: str, values: Sequence[float]) -> str | None:
+    """One line a job over an axis a setting, and the metric as the last axis; colour says the metric.
+
+    An axis whose values are all finite numbers has their scale (logarithmic if they are positive and span a factor of 50), any
+    other has its values in order of appearance.
+
+    Args:
+        settings: name -> value of each job, None where it was not given.
+        metric: its name.
+        values: finite, one a job.
+
+    Returns:
+        None for fewer than two jobs, or if no setting was varied.
+    """
+    if len(values) < 2 or not settings:
+        return None
+    # Where each job crosses each axis, from 0 to 1, and the ticks of the axis.
+    crossings, ticks = zip(*(_axis(list(column)) for column in [*settings.values(), [repr(v) for v in values]]), strict=True)
+    with _style():
+        figure = Figure(figsize=(max(6.0, 1.6 * len(crossings)), 3.8), layout="constrained")
+        axes = figure.add_subplot()
+        low, high = min(values), max(values)
+        colours = matplotlib.colormaps["viridis"]
+        for job in sorted(range(len(values)), key=lambda one: values[one]):  # the best on top
+            share = (values[job] - low) / (high - low) if high > low else 1.0
+            axes.plot(range(len(crossings)), [column[job] for column in crossings], color=colours(share), linewidth=1.6)
+        for x, marks in enumerate(ticks):
+            axes.axvline(x, color=GREY, linewidth=1)
+            for y, text in marks.items():
+                axes.annotate(text, (x, y), xytext=(3, 2), textcoords="offset points", fontsize=8)
+        # Names as they are: "@" and "_" are no mathematics, and a "$" is none either.
+        names = [name.replace("$", r"\$") for name in (*settings, metric)]
+        axes.set_xticks(range(len(crossings)), names, rotation=20 if len(names) > 4 else 0)
+        axes.set_yticks([])
+        axes.grid(False)
+        axes.set_ylim(-0.05, 1.08)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        return _svg(figure, axes, f"Settings of each job and its {metric}")
+
+
+def _axis(column: Sequence[str | None]) -> tuple[list[float], dict[float, str]]:
+    """Positions from 0 to 1, and position -> text of the values there."""
+    texts = ["(default)" if value is None else value for value in column]
+    numbers = [_number(text) for text in texts]
+    if all(math.isfinite(value) for value in numbers):
+        low, high = min(numbers), max(numbers)
+        scale = math.log if low > 0 and high >= 50 * low else float
+        span = scale(high) - scale(low)
+        places = [(scale(value) - scale(low)) / span if span else 0.5 for value in numbers]
+        few = sorted(set(numbers))
+        if len(few) > 6:
+            few = [low, high]
+        return places, {places[numbers.index(value)]: f"{value:.5g}" for value in few}
+    known = list(dict.fromkeys(texts))
+    where = {text: index / (len(known) - 1) if len(known) > 1 else 0.5 for index, text in enumerate(known)}
+    return [where[text] for text in texts], {place: text.replace("$", r"\$") for text, place in where.items()}
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def budgets(values: Mapping[str, float]) -> dict[int, float]:
     """Node budget -> tree EAL, from the keys `val/tree_eal@<budget>`; values that are not finite are left out."""
     found = {key.removeprefix("val/tree_eal@"): value for key, value in values.items() if key.startswith("val/tree_eal@")}
@@ -156,9 +231,10 @@ def _svg(figure: Figure, axes: Axes, title: str) -> str | None:
     if not axes.lines:
         return None
     # Above the axes: a legend inside hides points wherever the curves happen to go.
-    figure.legend(loc="outside upper left", ncols=3 if len(axes.lines) == 3 else 2, fontsize=9)
+    if axes.get_legend_handles_labels()[1]:
+        figure.legend(loc="outside upper left", ncols=3 if len(axes.lines) == 3 else 2, fontsize=9)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = re.sub(r'<g id="[^"]*"', "<g", buffer.getvalue())  # the ids repeat in each figure of the page
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)  # the page decides the size
-    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{title}"', 1).strip()
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1).strip()

@@ -1,6 +1,7 @@
 """What a training run came to: one self-contained `report.html`, and the closing table of the terminal.
 
     python -m dflash_lit.report RUN_FOLDER     # builds report.html again from summary.json and metrics.csv
+    python -m dflash_lit.report SWEEP_FOLDER   # of all jobs of a sweep: report.html, results.csv and best.yaml
 
 Nothing is made up: a value that the run did not measure is shown as "not measured", a picture without data is left out.
 """
@@ -11,7 +12,6 @@ import argparse
 import csv
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_lit.errors import UserError
+from dflash_lit.files import write_whole
 from dflash_lit.report_page import (
     Metrics,
     decimal,
@@ -34,6 +35,8 @@ from dflash_lit.report_page import (
     tree_tau_text,
     tree_text,
 )
+from dflash_lit.sweep_report import sweep_report
+from dflash_lit.sweep_results import is_sweep
 
 __all__ = ["closing_table", "load_metrics", "main", "write_report"]
 
@@ -64,17 +67,8 @@ def write_report(path: str | Path, summary: Mapping[str, Any], metrics: Metrics,
 
     `summary` is what summary.json holds, `metrics` what :func:`load_metrics` returns, `config_yaml` the composed configuration.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the rename stays inside one file system and is atomic.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # A decoded sample may hold half a character: "replace", rather than no report at the end of a run.
-        temporary.write_text(page(summary, metrics, config_yaml), encoding="utf-8", errors="replace")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    # A decoded sample may hold half a character, which write_whole takes: no reason for no report at the end of a run.
+    return write_whole(path, page(summary, metrics, config_yaml))
 
 
 def closing_table(summary: Mapping[str, Any], report: str | Path | None = None) -> Table:
@@ -111,13 +105,14 @@ def _parsed(cell: object) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build report.html of a finished run again; 0, or 2 and one line on stderr if something is missing."""
-    parser = argparse.ArgumentParser(prog="python -m dflash_lit.report", description="Build report.html of a run again.")
-    parser.add_argument("run_folder", type=Path, help="folder that holds summary.json and metrics.csv (or csv/metrics.csv)")
+    """Build report.html of a finished run or of a sweep again; 0, or 2 and one line on stderr if something is missing."""
+    parser = argparse.ArgumentParser(prog="python -m dflash_lit.report", description="Build report.html of a run or a sweep.")
+    parser.add_argument("run_folder", type=Path, help="a run's (summary.json, csv/metrics.csv) or a sweep's")
     parser.add_argument("--metrics", type=Path, help="the metrics.csv to use, if it lies elsewhere")
     options = parser.parse_args(arguments)
     try:
-        print(_rebuild(options.run_folder, options.metrics))
+        folder = options.run_folder
+        print(sweep_report(folder) if is_sweep(folder) else _rebuild(folder, options.metrics))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,9 @@ from typing import Any
 from dflash_lit import pictures
 
 __all__ = [
+    "CSS",
     "decimal",
+    "document",
     "duration_text",
     "lossless_text",
     "number",
@@ -118,6 +120,18 @@ def tree_text(summary: Mapping[str, Any]) -> str:
 def page(summary: Mapping[str, Any], metrics: Metrics, config_yaml: str | None) -> str:
     target = str(summary.get("target") or "")
     config = f"<details><summary>Configuration</summary><pre>{escape(config_yaml)}</pre></details>" if config_yaml else ""
+    body = f"""<h1>DFlash drafter report</h1>
+{_cards(summary)}
+{_figures(summary, metrics)}
+{_samples(summary)}
+{_phases(summary)}
+{_facts(summary)}
+{config}"""
+    return document("DFlash drafter report" + (f": {target}" if target else ""), body)
+
+
+def document(title: str, body: str, css: str | None = None) -> str:
+    """A page that may load nothing, by its own policy; ``body`` is HTML, ``title`` text."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -126,18 +140,12 @@ def page(summary: Mapping[str, Any], metrics: Metrics, config_yaml: str | None) 
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <link rel="icon" href="data:,">
-<title>{escape("DFlash drafter report" + (f": {target}" if target else ""))}</title>
-<style>{CSS}</style>
+<title>{escape(title)}</title>
+<style>{CSS if css is None else css}</style>
 </head>
 <body>
 <main>
-<h1>DFlash drafter report</h1>
-{_cards(summary)}
-{_figures(summary, metrics)}
-{_samples(summary)}
-{_phases(summary)}
-{_facts(summary)}
-{config}
+{body}
 </main>
 </body>
 </html>

@@ -1,0 +1,161 @@
+"""A sweep's report, from folders as Hydra and the jobs leave them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dflash_lit import pictures
+from dflash_lit.config import TrainConfig, register
+from dflash_lit.errors import UserError
+from dflash_lit.report import main
+from dflash_lit.sweep_report import sweep_report
+from dflash_lit.sweep_results import read_sweep, settings
+from tests.test_report import Page
+
+CONF = Path(__file__).parent.parent / "conf"
+register()
+
+
+def job(sweep: Path, number: int, overrides: list[str], summary: dict[str, Any] | None) -> None:
+    """What Hydra writes of a job, by Hydra, and the job's own summary."""
+    folder = sweep / str(number) / ".hydra"
+    folder.mkdir(parents=True)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", overrides=overrides, return_hydra_config=True)
+    OmegaConf.save(OmegaConf.create({"hydra": composed.hydra}), folder / "hydra.yaml")
+    OmegaConf.set_struct(composed, False)
+    del composed["hydra"]
+    OmegaConf.save(composed, folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create(overrides), folder / "overrides.yaml")
+    if summary is not None:
+        (folder.parent / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    lengths = {(4, 1): 2.1, (4, 2): 2.3, (7, 1): 2.6, (7, 2): 2.4, (14, 1): 2.7}
+    for number, (gamma, seed) in enumerate((g, s) for g in (4, 7, 14) for s in (1, 2)):
+        eal = lengths.get((gamma, seed))
+        summary = eal and {"val/tree_eal@64": eal, "val/chain_eal": eal - 0.4, "wall_s": 61.0, "lossless": True, "target": "x"}
+        overrides = ["objective=dflash", f"objective.gamma={gamma}", f"seed={seed}", "optimized_metric=val/tree_eal@64"]
+        job(tmp_path, number, overrides, summary or None)
+    return tmp_path
+
+
+def test_what_was_varied_who_failed_and_who_is_best(sweep: Path) -> None:
+    read = read_sweep(sweep)
+    assert read.varied == ("objective.gamma", "seed")
+    assert (read.metric, read.asked) == ("val/tree_eal@64", True)
+    assert [one.name for one in read.failed] == ["5"]
+    assert [one.name for one in read.ranked] == ["4", "2", "3", "1", "0"]
+
+
+def test_seeds_of_a_setting_are_put_together(sweep: Path) -> None:
+    found = {one.overrides["objective.gamma"]: one for one in settings(read_sweep(sweep))}
+    assert list(found) == ["14", "7", "4"]
+    assert found["7"].mean == pytest.approx(2.5)
+    assert found["7"].deviation == pytest.approx(0.2 / math.sqrt(2))
+    assert (found["14"].jobs, found["14"].values, math.isnan(found["14"].deviation)) == (2, (2.7,), True)
+
+
+def test_the_best_config_composes_to_the_very_config_of_the_job(sweep: Path) -> None:
+    sweep_report(sweep)
+    with initialize_config_dir(str(sweep), version_base="1.3"):
+        again = compose("best", return_hydra_config=True)
+        changed = compose("best", overrides=["seed=9"])
+    config = OmegaConf.load(sweep / "4" / ".hydra" / "config.yaml")
+    assert again.hydra.run.dir.startswith("outputs/")
+    assert not again.hydra.job.chdir
+    OmegaConf.set_struct(again, False)
+    del again["hydra"]
+    assert OmegaConf.to_container(again) == OmegaConf.to_container(config)
+    changed.paths.output_dir = "/nowhere"
+    assert isinstance(made := OmegaConf.to_object(changed), TrainConfig)
+    assert (made.objective.gamma, made.seed) == (14, 9)
+    assert "# Job 4 of 6: val/tree_eal@64 = 2.7" in (sweep / "best.yaml").read_text()
+
+
+def test_the_page_and_the_table(sweep: Path) -> None:
+    assert main([str(sweep)]) == 0
+    html = (sweep / "report.html").read_text()
+    page = Page(html)
+    assert [load for load in page.loads if not load.startswith(("#", "data:,"))] == []
+    for text in ("best val/tree_eal@64", "2.700", "Over seeds", "1 without a result", "objective.gamma=14 seed=2"):
+        assert text in " ".join(page.text.split())
+    assert html.count("<svg") == 1
+    with (sweep / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["done"] * 5 + ["failed"]
+    assert rows[4] == {
+        "job": "4",
+        "status": "done",
+        "objective.gamma": "14",
+        "seed": "1",
+        "val/tree_eal@64": "2.7",
+        "val/chain_eal": repr(2.7 - 0.4),
+        "wall_s": "61.0",
+    }
+
+
+def test_hostile_values_are_text(tmp_path: Path) -> None:
+    for number, prompts in enumerate(("<script>alert(1)</script>$x_1$.txt", "b.txt")):
+        job(tmp_path, number, ["data=file", f"data.prompts='{prompts}'"], {"val/chain_eal": 1.0 + number})
+    html = sweep_report(tmp_path).read_text()
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "no optimized_metric was set" in html
+
+
+def test_a_sweep_in_which_all_failed_has_a_report_and_no_best(tmp_path: Path) -> None:
+    for number in range(2):
+        job(tmp_path, number, [f"seed={number}"], None)
+    (tmp_path / "best.yaml").write_text("of an older report")
+    (tmp_path / "1" / "summary.json").write_text('{"val/chain')  # killed while writing
+    (tmp_path / "1" / ".hydra" / "overrides.yaml").write_text("- seed=1\n- '")
+    text = " ".join(Page(sweep_report(tmp_path).read_text()).text.split())
+    assert "No job has a val/tree_eal@64" in text
+    assert "2 without a result" in text
+    assert not (tmp_path / "best.yaml").exists()
+
+
+def test_jobs_that_were_never_measured_rank_nowhere(tmp_path: Path) -> None:
+    for number, eal in enumerate((None, math.nan, 1.5)):
+        job(tmp_path, number, [f"seed={number}", "optimized_metric=tau_greedy"], {"tau_greedy": eal, "val/loss": 3.0})
+    read = read_sweep(tmp_path)
+    assert [one.name for one in read.ranked] == ["2"]
+    assert read.failed == []
+    assert "Jobs, best first" in sweep_report(tmp_path).read_text()
+
+
+def test_a_folder_without_jobs_is_wrong_input(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no jobs of a sweep"):
+        sweep_report(tmp_path)
+
+
+def test_parallel_coordinates_need_something_to_compare() -> None:
+    assert pictures.parallel_coordinates({}, "tau", [1.0, 2.0]) is None
+    assert pictures.parallel_coordinates({"seed": ["1"]}, "tau", [1.0]) is None
+
+
+def test_axes_have_the_scale_of_their_values() -> None:
+    svg = pictures.parallel_coordinates(
+        {"optimizer.lr": ["1e-4", "1e-3", "1e-2"], "objective": ["soft", "dpace", "soft"], "drafter.layers": ["1", "2", "5"]},
+        "val/tree_eal@64",
+        [2.0, 3.0, 2.5],
+    )
+    assert svg is not None
+    page = Page(svg)
+    for text in ("optimizer.lr", "0.0001", "0.01", "soft", "dpace", "val/tree_eal@64", "2.5"):
+        assert text in page.text
+    place = pictures._axis(["1e-4", "1e-3", "1e-2"])[0]
+    assert place == pytest.approx([0, 0.5, 1])  # a factor of 100: logarithmic
+    assert pictures._axis(["1", "2", "5"])[0] == pytest.approx([0, 0.25, 1])
+    assert pictures._axis(["3", None]) == ([0.0, 1.0], {0.0: "3", 1.0: "(default)"})
