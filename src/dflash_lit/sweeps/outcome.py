@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -20,8 +19,9 @@ from omegaconf import OmegaConf
 
 from dflash_lit.commands import one_line
 from dflash_lit.errors import Pruned, RankError, UserError
+from dflash_lit.files import write_whole
 
-__all__ = ["FILE", "Outcome", "read_outcome", "read_outcomes", "run_job"]
+__all__ = ["FILE", "Outcome", "override_words", "read_outcome", "read_outcomes", "run_job"]
 
 FILE = "job.json"
 
@@ -50,9 +50,7 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Completely or not at all."""
-        temporary = folder / f".{FILE}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / FILE)
+        write_whole(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -70,9 +68,14 @@ def read_outcomes(sweep: Path) -> list[Outcome]:
     return sorted(found, key=lambda one: (int(one.job) if one.job.isdecimal() else math.inf, one.job))
 
 
+def override_words(overrides: Any) -> tuple[str, ...]:
+    """A list of OmegaConf as it was written: an interpolation in an override is not one of that list."""
+    return tuple(str(word) for word in OmegaConf.to_container(overrides) or ())
+
+
 def _killed(folder: Path) -> Outcome:
     try:
-        overrides = tuple(str(word) for word in OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+        overrides = override_words(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
     except Exception:  # killed before it was written
         overrides = ()
     return Outcome(
@@ -88,10 +91,11 @@ def run_job(job: Callable[[], float | None]) -> float | None:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
+    (folder / FILE).unlink(missing_ok=True)  # of a sweep that is run again
     began = time.monotonic()
 
     def write(state: Literal["done", "failed", "pruned", "stopped"], **facts: object) -> None:
-        overrides, seconds = tuple(hydra.overrides.task), round(time.monotonic() - began, 1)
+        overrides, seconds = override_words(hydra.overrides.task), round(time.monotonic() - began, 1)
         Outcome(folder.name, state, overrides, seconds=seconds, **facts).write(folder)  # type: ignore[arg-type]
 
     try:

@@ -17,7 +17,7 @@ def make_space(params: Mapping[str, object], arguments: Sequence[str]) -> tuple[
     """Tell what is searched from what is fixed.
 
     ``a,b`` and ``choice(a, b)`` are unordered choices, ``range(1, 5)`` whole numbers or equal steps with their order,
-    ``interval(1e-3, 1e-1)`` a range of numbers, of whole ones if both ends are, on a logarithmic scale with
+    ``interval(1e-3, 1e-1)`` a range of numbers, of whole ones as ``int(interval(1, 8))``, on a logarithmic scale with
     ``tag(log, interval(...))``.
 
     Args:
@@ -46,7 +46,6 @@ def make_space(params: Mapping[str, object], arguments: Sequence[str]) -> tuple[
 
 
 def _distribution(override: Override) -> BaseDistribution:
-    key = override.get_key_element()
     if override.is_interval_sweep():
         value = override.value()
         assert isinstance(value, IntervalSweep)
@@ -55,7 +54,7 @@ def _distribution(override: Override) -> BaseDistribution:
         assert high is not None
         if not low < high or (log and low <= 0):
             above = " above 0" if log else ""
-            raise UserError(f"{key}={override.input_line}: give an interval{above} whose end lies above its start")
+            raise UserError(f"{override.input_line}: give an interval{above} whose end lies above its start")
         if isinstance(low, int) and isinstance(high, int):
             return IntDistribution(low, high, log=log)
         return FloatDistribution(low, high, log=log)
