@@ -27,7 +27,6 @@ NOT_OURS = {
     "hf auth login": "a login at a hub",
     "mkdocs build --strict": "run by tests/test_docs_site.py",
     "mkdocs serve": "a server that does not end",
-    "pip install 'dflash-lit[sweeps]'": "installs",
     "pip install -e '.[docs]'": "installs",
     "pip install -e '.[sweeps]'": "installs",
     "pytest tests/gpu": "needs a GPU",

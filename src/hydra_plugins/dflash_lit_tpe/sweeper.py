@@ -37,9 +37,6 @@ class TPESweeper(Sweeper):
         seed: of the sampler.
         startup_trials: drawn at random before the sampler models what is good.
         params: search space, key -> value in Hydra's grammar; overrides of the command line add to it.
-
-    Raises:
-        UserError: for numbers below 1, or nothing to search or to maximise.
     """
 
     def __init__(
@@ -52,11 +49,6 @@ class TPESweeper(Sweeper):
         startup_trials: int,
         params: Mapping[str, object] | None,
     ) -> None:
-        from dflash_lit.errors import UserError
-
-        for name, value in (("trials", trials), ("jobs", jobs), ("startup_trials", startup_trials)):
-            if value < 1:
-                raise UserError(f"hydra.sweeper.{name}={value}: must be at least 1")
         self.trials, self.jobs, self.seed, self.startup_trials = trials, jobs, seed, startup_trials
         self.storage = storage if "://" in storage else f"sqlite:///{Path(storage).expanduser().absolute()}"
         self.name, self.params = study, params or {}
@@ -70,13 +62,20 @@ class TPESweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Until the study has its trials. Hydra calls it with the overrides of the command line."""
+        """Until the study has its trials. Hydra calls it with the overrides of the command line.
+
+        Raises:
+            UserError: for numbers below 1, nothing to search or to maximise, or a study with another search space.
+        """
         import optuna
 
         from dflash_lit.errors import UserError
         from dflash_lit.sweeps.space import make_space
 
         assert self.config is not None
+        for name in ("trials", "jobs", "startup_trials"):
+            if getattr(self, name) < 1:
+                raise UserError(f"hydra.sweeper.{name}={getattr(self, name)}: must be at least 1")
         if self.config.optimized_metric is None:
             raise UserError("optimized_metric=null: name a key of summary.json, which the search is to make large")
         space, fixed = make_space(self.params, arguments)
