@@ -95,7 +95,7 @@ def check_training(arguments: list[str]) -> None:
     parser.add_argument("--config-name")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args(arguments)
-    overrides = [word for word in given.overrides if word != "hydra.sweeper.params={}"]
+    overrides = given.overrides
     if not given.m:
         assert not any(one.is_sweep_override() for one in OverridesParser.create().parse_overrides(overrides)), "-m is missing"
     needed = [] if any("data.prompts" in word for word in overrides) else ["data.prompts=prompts.jsonl"]

@@ -34,11 +34,14 @@ def test_kinds(override: str, distribution: object) -> None:
     assert fixed == []
 
 
-def test_the_command_line_replaces_the_files_space_and_what_is_fixed_stays_as_written() -> None:
+def test_the_command_line_fixes_keys_of_the_files_space_or_has_one_of_its_own() -> None:
     params = {"optimizer.lr": "interval(0.1,0.2)", "seed": 3, "objective": "dpace,soft"}
     space, fixed = make_space(params, ["optimizer.lr=0.5", "debug=fast", "~logger.csv", "+callbacks.x={a: 1}"])
     assert space == {"objective": Choice(["dpace", "soft"])}
     assert fixed == ["seed=3", "optimizer.lr=0.5", "debug=fast", "~logger.csv", "+callbacks.x={a: 1}"]
+    space, fixed = make_space(params, ["drafter.layers=1,2", "debug=fast"])
+    assert space == {"drafter.layers": Choice(["1", "2"])}
+    assert fixed == ["debug=fast"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def make_space(params: Mapping[str, object], arguments: Sequence[str]) -> tuple[
     ``tag(log, interval(...))``.
 
     Args:
-        params: ``hydra.sweeper.params``: key -> value; what the arguments name as well is theirs.
+        params: ``hydra.sweeper.params``: key -> value. Not searched if the arguments search anything; a value of theirs fixes its key.
         arguments: overrides of the command line.
 
     Returns:
@@ -33,10 +33,11 @@ def make_space(params: Mapping[str, object], arguments: Sequence[str]) -> tuple[
     parse = OverridesParser.create().parse_overrides
     given = parse(list(arguments))
     keys = {override.get_key_element() for override in given}
-    fixed = parse([f"{key}={value}" for key, value in params.items()])
+    own = any(override.is_sweep_override() for override in given)
+    usual = parse([f"{key}={value}" for key, value in params.items() if not own])
     space: dict[str, BaseDistribution] = {}
     rest: list[str] = []
-    for override in [*(one for one in fixed if one.get_key_element() not in keys), *given]:
+    for override in [*(one for one in usual if one.get_key_element() not in keys), *given]:
         if override.is_sweep_override():
             space[override.get_key_element()] = _distribution(override)
         else:

@@ -150,4 +150,6 @@ class TPESweeper(Sweeper):
         elif outcome is not None and outcome.state == "done" and outcome.value is not None:
             study.tell(trial, outcome.value)
         else:
+            if outcome is not None and outcome.state == "done":
+                print(f"warning: trial {trial.number}: summary.json has no number of optimized_metric", file=sys.stderr)
             study.tell(trial, state=TrialState.FAIL)
