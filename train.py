@@ -22,6 +22,7 @@ def train(cfg: TrainConfig, plan: Plan, world: World | None) -> float | None:
     """One job as a drafter does it, from the config to the report; what a sweeper maximises, if anything."""
     with Job(cfg, plan, world) as job:
         callbacks, loggers = job.instances()
+        job.announce()
         L.seed_everything(cfg.seed, verbose=False)
         with job.phase("target"):
             target = job.target()

@@ -1,34 +1,44 @@
-"""One progress bar over the whole run, with tokens/s and time left; plain lines where no terminal is."""
+"""One line over the whole run, with tokens/s and time left: kept up to date in a terminal, printed now and then elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
-from tqdm import tqdm
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
 
 from callbacks.throughput import Throughput
+from dflash_lit.watching.progress_line import SHOWN, WIDTH, progress_line
 
 __all__ = ["Progress"]
+
+_EARLY = 5
+"""Optimizer steps after which a log says how long it will take."""
 
 
 class Progress(ProgressBar):
     """Counts optimizer steps over the run, not batches over an epoch; silent on other ranks than zero (Lightning disables it).
 
     Beside a :class:`Throughput` it shows the figures of that one's last window, else tokens/s since the start, validation included.
+    A log file, a pipe, and whatever sets ``CI`` get plain lines.
 
     Args:
         lines: without a terminal, about so many plain lines over the run.
-        refresh: in a terminal, steps between updates of the figures beside the bar.
+        refresh: in a terminal, steps between updates of the figures.
     """
 
     def __init__(self, lines: int = 10, refresh: int = 10) -> None:
         super().__init__()
         self.lines, self.refresh = lines, refresh
-        self.bar: Any = None
+        self.live: Live | None = None
         self.tokens = 0
         self.enabled = True
         self.first = self.step = 0
@@ -44,40 +54,63 @@ class Progress(ProgressBar):
         self.first = self.step = trainer.global_step
         self.tokens, self.started = 0, time.monotonic()
         self.total = int(trainer.estimated_stepping_batches)
-        if self.enabled and sys.stderr.isatty():
-            self.bar = tqdm(total=self.total, initial=self.step, desc="train", unit="step", dynamic_ncols=True, mininterval=0.5)
+        self._metrics: dict[str, float] = {}
+        console = Console(stderr=True)
+        # FORCE_COLOR makes a terminal of any file for rich, so the file itself is asked.
+        if self.enabled and sys.stderr.isatty() and not console.is_dumb_terminal and not os.environ.get("CI"):
+            self.live = Live(console=console, get_renderable=self._shown, refresh_per_second=4)
+            self.live.start()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.tokens += batch["input_ids"].numel() * trainer.world_size
-        moved = trainer.global_step - self.step
-        if not self.enabled or not moved:
+        if not self.enabled or trainer.global_step == self.step:
             return
         self.step = trainer.global_step
         every = max(self.total // self.lines, 1)
-        if self.bar is not None:
-            self.bar.update(moved)
+        if self.live is not None:
             # Reading a metric waits for the device, so not every step.
-            if self.step % self.refresh == 0:
-                self.bar.set_postfix_str(self._facts(trainer), refresh=False)
-        elif self.step % every == 0 or self.step == self.total:
-            elapsed = time.monotonic() - self.started
-            left = elapsed / (self.step - self.first) * (self.total - self.step)
-            print(f"step {self.step}/{self.total}  {self._facts(trainer)}  {left:.0f} s left", file=sys.stderr, flush=True)
+            if self.step % self.refresh == 0 or self.step == self.total:
+                self._metrics = self._measured(trainer)
+        elif self.step % every == 0 or self.step == self.total or self.step - self.first == min(_EARLY, every):
+            print(progress_line(self.step, self.total, self._measured(trainer), self._left()), file=sys.stderr, flush=True)
 
-    def _facts(self, trainer: L.Trainer) -> str:
+    def _measured(self, trainer: L.Trainer) -> dict[str, float]:
+        last = next((callback.last for callback in trainer.callbacks if isinstance(callback, Throughput)), {})  # type: ignore[attr-defined]
         since_start = self.tokens / max(time.monotonic() - self.started, 1e-9) / 1000
-        measured = next((callback.last for callback in trainer.callbacks if isinstance(callback, Throughput)), {})  # type: ignore[attr-defined]
-        shown = {"loss": "train/loss", "chain": "train/chain_eal", "tree64": "val/tree_eal@64", "tau": "acceptance/tau_greedy"}
-        metrics = trainer.callback_metrics
-        parts = [f"{name} {float(metrics[key]):.2f}" for name, key in shown.items() if key in metrics]
-        parts.append(f"{measured.get('throughput/ktok_s', since_start):.1f} Ktok/s")
-        if "throughput/wait_share" in measured:
-            parts.append(f"wait {100 * measured['throughput/wait_share']:.0f} %")
-        return " ".join(parts)
+        logged = {name: float(trainer.callback_metrics[name]) for name in SHOWN if name in trainer.callback_metrics}
+        return {"pipeline/ktok_s": since_start, **last, **logged}
+
+    def _left(self) -> float | None:
+        """Seconds, at the pace since the start."""
+        done = self.step - self.first
+        return (time.monotonic() - self.started) / done * (self.total - self.step) if done else None
+
+    def _shown(self) -> Table:
+        """The line, and a bar in the columns that it leaves."""
+        width = self.live.console.width if self.live else WIDTH
+        line = progress_line(self.step, self.total, self._metrics, self._left(), width - 1)
+        table = Table.grid(padding=(0, 1))
+        cells: list[Any] = [Text(line, no_wrap=True, overflow="crop")]
+        room = width - len(line) - 3
+        if room >= 10:
+            cells.append(Bar(total=max(self.total, 1), completed=self.step, width=min(room, 40)))
+        table.add_row(*cells)
+        return table
+
+    def _close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self._close()
+
+    # Otherwise a terminal stays without its cursor.
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._close()

@@ -34,6 +34,8 @@ NOT_OURS = {
     'python3 -m pip install -e ".[dev]"': "installs; the tests run in what it made",
     "python3 -m pytest -n auto --dist loadfile": "these tests",
     "python3 -m venv .venv": "makes the environment that the tests run in",
+    "pip install wandb-workspaces": "installs",
+    "wandb sync RUN_FOLDER/wandb/offline-run-*": "needs the network",
     "wandb sync": "needs the network",
 }
 """Commands of other programs, and why they are not tried here; those of this repository are all tried."""

@@ -332,3 +332,24 @@ def test_metrics_can_lie_elsewhere(run_folder: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.strip() == str(run_folder / "report.html")
     with pytest.raises(UserError, match="nowhere"):
         load_metrics(run_folder / "nowhere.csv")
+
+
+def test_budgets_over_time_need_more_than_one() -> None:
+    one = {"val/tree_eal@64": [(1, 2.0), (2, 3.0)], "val/tau@64": [(1, 1.5)]}
+    assert pictures.budget_curves(one) is None  # the lengths' picture has it
+    svg = pictures.budget_curves({**one, "val/tree_eal@16": [(1, 1.8)], "val/tree_eal@256": [(1, math.nan)]})
+    assert svg is not None
+    assert [text in svg for text in ("tree EAL@64", "tree EAL@16", "decoded tau@64", "tree EAL@256")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_speed_over_time_and_which_side_sets_it() -> None:
+    assert pictures.pipeline_curves({"train/loss": [(1, 2.0)]}) is None
+    svg = pictures.pipeline_curves({"pipeline/ktok_s": [(5, 2.0)], "pipeline/supply_ktok_s": [(5, 2.5)]})
+    assert svg is not None
+    assert "targets could supply" in svg
+    assert "drafters could take" not in svg

@@ -23,6 +23,7 @@ _COMMANDS = {
     "mask": ("attention.command", "draw who sees whom in the drafter's attention, and the tiles it computes"),
     "plan": ("placement.command", "say what a split run will need and reach: processes, memory, wire, bottleneck"),
     "cache": ("compilation.command", "the compile cache: where it is, delete it, carry it to other hosts"),
+    "wandb-workspace": ("watching.command", "lay out the panels of a W&B project"),
     "doctor": ("doctor.command", "say what is installed, whether it fits together, and what to do"),
 }
 

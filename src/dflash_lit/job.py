@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import numpy as np
@@ -28,7 +28,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.text import Text
 
+from dflash_lit.commands import one_line
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
 from dflash_lit.data.datamodule import RowDataModule
@@ -40,8 +42,9 @@ from dflash_lit.data.respond import Responses, respond
 from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
 from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
+from dflash_lit.doctor.look import free_memory
 from dflash_lit.drafter.model import Drafter
-from dflash_lit.errors import Pruned, UserError
+from dflash_lit.errors import Interrupted, Pruned, UserError
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.channel import Channel
@@ -54,6 +57,8 @@ from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
 from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.watching.announce import announcement
+from dflash_lit.watching.resumed import run_of_checkpoint
 
 __all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
 
@@ -115,6 +120,14 @@ class JobData:
     responses: Responses | None
 
 
+@runtime_checkable
+class TakesSummary(Protocol):
+    """A callback that wants the run's summary."""
+
+    def on_summary(self, trainer: L.Trainer, summary: Mapping[str, Any], drafter: Path) -> None:
+        """Called on rank 0 when ``summary.json`` is written; ``drafter`` is the folder of the exported one."""
+
+
 class Job:
     """One run, as one of its drafters sees it: its folder, its console, and the time each phase took.
 
@@ -131,6 +144,7 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.console = Console(stderr=True, quiet=not self.leads)
         self.phases: dict[str, float] = {}
+        self.exported = self.folder / "drafter"
         self.started = time.monotonic()
 
     @property
@@ -140,13 +154,24 @@ class Job:
 
     def __enter__(self) -> Job:
         prepare_process(self.cfg, self.plan, self.device)
+        # W&B keeps what an offline run has yet to upload in the user's home, unless told where: it belongs to the run.
+        self._wandb_data = os.environ.get("WANDB_DATA_DIR")
+        os.environ.setdefault("WANDB_DATA_DIR", str((self.folder / "wandb_data").absolute()))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the W&B run and forget the graphs, so that the next job of a sweep starts its own."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """End the W&B run, with what went wrong if anything did, and forget the graphs: the next job of a sweep starts its own."""
         torch.compiler.reset()
         if wandb.run is not None:
-            wandb.finish(exit_code=0 if kind is None or issubclass(kind, Pruned) else 1)
+            code = 0
+            if isinstance(error, Pruned):  # as it was meant to be
+                wandb.run.summary["pruned_at_step"] = error.step
+            elif error is not None:
+                wandb.run.summary["error"] = f"{type(error).__name__}: {one_line(error)}"
+                code = 128 + error.signal if isinstance(error, Interrupted) else 1
+            wandb.finish(exit_code=code)
+        if self._wandb_data is None:
+            del os.environ["WANDB_DATA_DIR"]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -157,6 +182,13 @@ class Job:
             yield
         finally:
             self.phases[name] = round(time.monotonic() - began, 2)
+
+    def announce(self) -> None:
+        """Print what will happen, before anything heavy does."""
+        if self.leads:
+            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_memory()
+            for name, text in announcement(self.cfg, self.plan, free).items():
+                self.console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
     # -- building
 
@@ -176,15 +208,27 @@ class Job:
                 if name == "wandb" and os.environ.get("WANDB_MODE") == "disabled":
                     continue
                 try:
-                    value = instantiate(node, _convert_="all")
+                    value = instantiate(node, _convert_="all", **self._resumed(node))
                 except Exception as error:  # whatever the constructor raises, the key is what helps
-                    reason = str(error.__cause__ or error).strip().splitlines()[0]
+                    cause = error.__cause__ or error
+                    if isinstance(cause, ModuleNotFoundError) and "tensorboard" in str(cause):
+                        raise UserError(f"{section}.{name}: tensorboard is not installed; pip install tensorboard") from error
+                    reason = str(cause).strip().splitlines()[0]
                     raise UserError(f"{section}.{name}: {reason}") from error
                 if not isinstance(value, kind):
                     raise UserError(f"{section}.{name}: is no {kind.__name__}; check its _target_")
                 made[section].append(value)
         _check_monitors(made["callbacks"])
         return made["callbacks"], made["logger"]
+
+    def _resumed(self, node: Any) -> dict[str, str]:
+        """For a W&B logger of a run that resumes another (``ckpt_path``): the id of that one's, unless the config gives one."""
+        if self.cfg.ckpt_path is None or not str(node.get("_target_")).endswith(".WandbLogger"):
+            return {}
+        if node.get("id") or node.get("version"):
+            return {}
+        found = run_of_checkpoint(self.cfg.ckpt_path)
+        return {"id": found} if found else {}
 
     def target(self) -> FrozenTarget | RemoteTarget:
         """The target in this process, or the one that target ranks hold."""
@@ -368,12 +412,6 @@ class Job:
             warm = load_drafter(cfg.drafter.init_from)
             # Complete but for a path head that the run adds to a drafter without one.
             module.drafter.load_state_dict(warm.state_dict(), strict=warm.config.path_width == plan.drafter.path_width)
-        size = sum(p.numel() for p in module.drafter.parameters())
-        self.console.print(
-            f"  drafter of {size / 1e6:.1f} M parameters: {plan.drafter.num_hidden_layers} layers, blocks of {plan.drafter.block_size}, "
-            f"features of target layers {', '.join(map(str, plan.drafter.target_layer_ids))}; "
-            f"{cfg.trainer.max_steps} steps of {cfg.optimizer.kind} on {plan.device.type} ({plan.precision}), {plan.objective} objective"
-        )
         if self.world is not None:
             self.console.print(table(plan.layout, [device.index for device in plan.devices]), highlight=False)
         return module
@@ -397,6 +435,9 @@ class Job:
             callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
         if not loggers:
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
+        if self.leads:
+            for logger in loggers:
+                logger.log_hyperparams(self.described())
         return L.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             strategy=self.strategy(target),
@@ -421,6 +462,24 @@ class Job:
             default_root_dir=self.folder,
         )
 
+    def described(self) -> dict[str, Any]:
+        """The config without interpolations, as plain values, and under ``derived`` what was derived from it and the target."""
+        plan = self.plan
+        derived = {
+            "drafter": plan.drafter.to_dict(),
+            "objective": plan.objective.to_dict(),
+            "device": plan.device.type,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "precision": plan.precision,
+            "val_every": plan.val_every,
+            "max_new_tokens": plan.max_new_tokens,
+            "processes": plan.layout.world,
+            "drafters": plan.layout.drafter_world,
+        }
+        config = OmegaConf.to_container(OmegaConf.structured(self.cfg), resolve=True)
+        assert isinstance(config, dict)
+        return {**{str(key): value for key, value in config.items()}, "derived": derived}
+
     # -- finishing
 
     def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
@@ -429,6 +488,7 @@ class Job:
         # The export callback says where it wrote; without one the job exports itself.
         made = [found for callback in trainer.callbacks if (found := getattr(callback, "exported_to", None))]  # type: ignore[attr-defined]
         export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
+        self.exported = export
         drafter = load_drafter(export).to(self.plan.device, target.dtype)
         settings = self.cfg.evaluation
         summary: dict[str, Any] = {}
@@ -527,10 +587,9 @@ class Job:
         metrics_file = self.folder / "csv" / "metrics.csv"
         metrics = load_metrics(metrics_file) if metrics_file.is_file() else {}
         report = write_report(self.folder / "report.html", summary, metrics, config)
-        numbers = {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        for logger in trainer.loggers:
-            if type(logger).__name__ == "WandbLogger":
-                logger.experiment.summary.update(numbers)  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, TakesSummary):
+                callback.on_summary(trainer, summary, self.exported)
         Console().print(closing_table(summary, _shown(report)))
 
 

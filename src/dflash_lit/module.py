@@ -94,7 +94,8 @@ class DrafterModule(L.LightningModule):
         objective = Objective(**(objective or {})).to_dict()
         betas, tree_budgets = list(betas), list(tree_budgets)
         # Plain containers only: a checkpoint with an OmegaConf node in it does not load with weights_only=True.
-        self.save_hyperparameters(ignore=["ends"])
+        # Loggers get the whole config from the job, in which these have other names.
+        self.save_hyperparameters(ignore=["ends"], logger=False)
         self.config = DrafterConfig.from_dict(drafter)
         self.objective = Objective(**objective)
         self.drafter = Drafter(self.config)
@@ -392,7 +393,10 @@ class DrafterModule(L.LightningModule):
         steps = int(self.trainer.estimated_stepping_batches)
         optimizer = self.make_optimizer()
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.warmup * steps), steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "train/learning_rate"},
+        }
 
     # -- validation
 

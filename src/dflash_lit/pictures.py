@@ -22,10 +22,12 @@ from matplotlib.ticker import MaxNLocator
 
 __all__ = [
     "acceptance_by_slot",
+    "budget_curves",
     "budgets",
     "length_curves",
     "loss_curves",
     "parallel_coordinates",
+    "pipeline_curves",
     "tau_by_budget",
     "tree_by_budget",
 ]
@@ -87,6 +89,38 @@ def acceptance_by_slot(metrics: Mapping[str, Series]) -> str | None:
                 _line(axes, values, f"{name}, step {step}", color=color, linestyle=linestyle, marker="o", markersize=4)
         axes.set_ylim(0, 1)
         return _svg(figure, axes, "Acceptance by slot, first and last validation")
+
+
+def budget_curves(metrics: Mapping[str, Series]) -> str | None:
+    """Accepted length over optimizer steps by node budget: tree EAL solid, tau of decoded trees dashed; None for one budget.
+
+    A single budget is in :func:`length_curves` already.
+    """
+    expected, decoded = (_by_number(metrics, prefix) for prefix in ("val/tree_eal@", "val/tau@"))
+    if len({*expected, *decoded}) < 2:
+        return None
+    with _style():
+        figure, axes = _canvas("optimizer step", "tokens per target pass (incl. bonus)")
+        colours = dict(zip(sorted({*expected, *decoded}), [BLUE, GREEN, ORANGE, GREY] * 9, strict=False))
+        for trees, name, look in ((expected, "tree EAL", "-"), (decoded, "decoded tau", "--")):
+            for budget, series in trees.items():
+                _line(axes, series, f"{name}@{budget}", color=colours[budget], linestyle=look, marker="o", markersize=3)
+        axes.set_ylim(bottom=0)
+        return _svg(figure, axes, "Accepted length by budget over steps")
+
+
+def pipeline_curves(metrics: Mapping[str, Series]) -> str | None:
+    """Thousand tokens a second over optimizer steps, and what either side of a split run could do if it never waited."""
+    with _style():
+        figure, axes = _canvas("optimizer step", "thousand tokens a second")
+        for name, label, color, look in (
+            ("ktok_s", "trained on", BLUE, "-"),
+            ("supply_ktok_s", "targets could supply", GREEN, "--"),
+            ("demand_ktok_s", "drafters could take", ORANGE, "--"),
+        ):
+            _line(axes, metrics.get(f"pipeline/{name}", ()), label, color=color, linestyle=look, linewidth=1.3)
+        axes.set_ylim(bottom=0)
+        return _svg(figure, axes, "Tokens a second over steps")
 
 
 def tree_by_budget(tree: Mapping[int, float], chain: float | None) -> str | None:

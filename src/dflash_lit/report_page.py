@@ -15,12 +15,14 @@ from dflash_lit import pictures
 
 __all__ = [
     "CSS",
+    "SAMPLE_CSS",
     "decimal",
     "document",
     "duration_text",
     "lossless_text",
     "number",
     "page",
+    "sample_html",
     "sampled_at",
     "speed_text",
     "tree_tau_text",
@@ -229,9 +231,21 @@ def _figures(summary: Mapping[str, Any], metrics: Metrics) -> str:
     ]
     drawn.append(
         (
+            pictures.budget_curves(metrics),
+            "What larger trees bring while the drafter learns: expected by validation (solid), counted in real decoding (dashed).",
+        )
+    )
+    drawn.append(
+        (
             pictures.tau_by_budget(decoded_taus(summary)),
             "Real decoding: what trees of drafts bring over one chain, with standard errors over prompts. A larger tree costs the "
             "target more a pass; `dflash-lit evaluate` measures whether it is faster, too.",
+        )
+    )
+    drawn.append(
+        (
+            pictures.pipeline_curves(metrics),
+            "Training speed. Where targets run apart, the lower dashed line is the side that sets the pace.",
         )
     )
     figures = [f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in drawn if svg]
@@ -246,10 +260,11 @@ def _samples(summary: Mapping[str, Any]) -> str:
         "<p>Held-out prompts, decoded with the drafter: <span class='ok'>drafts that the target accepted</span> and the "
         "<span class='bonus'>bonus token</span> of the target that ends each round. Long green runs are passes saved.</p>"
     )
-    return "<h2>Samples</h2>" + legend + "".join(_sample(sample) for sample in samples)
+    return "<h2>Samples</h2>" + legend + "".join(sample_html(sample) for sample in samples)
 
 
-def _sample(sample: Mapping[str, Any]) -> str:
+def sample_html(sample: Mapping[str, Any]) -> str:
+    """A decoded prompt and its rounds, in the classes that :data:`SAMPLE_CSS` colours; all text is escaped."""
     rounds = sample.get("rounds") or []
     text = ""
     for part in rounds:
@@ -300,11 +315,23 @@ def _facts(summary: Mapping[str, Any]) -> str:
     return f"<h2>The run</h2><table>{rows}</table>"
 
 
-CSS = """
-:root { --bg: #f6f7f9; --card: #fff; --ink: #1c2430; --soft: #5b6573; --line: #dfe3e8; --ok: #cdebdd; --bonus: #ffdca8;
+SAMPLE_CSS = """
+:root { --soft: #5b6573; --ok: #cdebdd; --bonus: #ffdca8; }
+@media (prefers-color-scheme: dark) { :root { --soft: #9aa4b2; --ok: #1d5240; --bonus: #7a4d0c; } }
+.ok, .bonus { border-radius: 3px; } .ok { background: var(--ok); }
+.bonus { background: var(--bonus); font-weight: 700; text-decoration: underline; } .line-end::before { content: "\\21B5"; }
+.prompt { color: var(--soft); } .rounds { margin: 1rem 0 .2rem; font-size: .85rem; color: var(--soft); }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/1.55 ui-monospace, monospace; }
+"""
+"""What the samples need wherever they are shown."""
+
+CSS = (
+    SAMPLE_CSS
+    + """
+:root { --bg: #f6f7f9; --card: #fff; --ink: #1c2430; --soft: #5b6573; --line: #dfe3e8;
   --accent: #0072b2; --bad: #c62828; }
 @media (prefers-color-scheme: dark) { :root { --bg: #14171c; --card: #1e232a; --ink: #e6e9ee; --soft: #9aa4b2;
-  --line: #323943; --ok: #1d5240; --bonus: #7a4d0c; --accent: #56b4e9; --bad: #ff7b72; } }
+  --line: #323943; --accent: #56b4e9; --bad: #ff7b72; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--bg); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 1.5rem; }
@@ -320,9 +347,6 @@ h1 { margin: 0 0 1rem; font-size: 1.6rem; } h2 { margin: 2.2rem 0 .8rem; font-si
 figure { margin: 0; padding: .8rem; background: #fff; color: #1c2430; border: 1px solid var(--line); border-radius: 10px; }
 figure svg { display: block; width: 100%; height: auto; } figure svg text { font-family: system-ui, sans-serif !important; }
 figcaption { margin-top: .4rem; font-size: .88rem; color: #4a5462; }
-.ok, .bonus { border-radius: 3px; } .ok { background: var(--ok); }
-.bonus { background: var(--bonus); font-weight: 700; text-decoration: underline; } .line-end::before { content: "\\21B5"; }
-.prompt { color: var(--soft); } .rounds { margin: 1rem 0 .2rem; font-size: .85rem; color: var(--soft); }
 .text, pre { margin: 0; padding: .8rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/1.55 ui-monospace, monospace; }
 table { width: 100%; border-collapse: collapse; background: var(--card); font-size: .9rem; }
@@ -330,3 +354,4 @@ th, td { padding: .35rem .7rem; border: 1px solid var(--line); border-width: 1px
 th { font-weight: 500; color: var(--soft); } .bar { width: 45%; } .bar div { height: .7rem; background: var(--accent); }
 details { margin-top: 2rem; } details summary { cursor: pointer; font-weight: 600; margin-bottom: .6rem; }
 """
+)

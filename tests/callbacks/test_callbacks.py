@@ -149,4 +149,4 @@ def test_progress_lines_without_a_terminal(embedded: FrozenTarget, tmp_path: Pat
     fit(embedded, tmp_path, DrafterModule, Progress(lines=2))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
-    assert all("Ktok/s" in line and "s left" in line and len(line) <= 100 for line in lines)
+    assert all("Ktok/s" in line and "s left" in line and len(line) <= 80 for line in lines)

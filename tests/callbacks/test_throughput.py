@@ -154,7 +154,7 @@ def rows(file: Path) -> Iterator[dict[str, float]]:
         return
     with file.open(newline="") as lines:
         for row in csv.DictReader(lines):
-            figures = {name.removeprefix("throughput/"): float(cell) for name, cell in row.items() if cell}
+            figures = {name.removeprefix("pipeline/"): float(cell) for name, cell in row.items() if cell}
             if "ktok_s" in figures:
                 yield figures
 
@@ -170,13 +170,13 @@ def test_colocated_only_the_rate_is_known(clock: Clock, tmp_path: Path, capsys: 
         {"step": 6, "ktok_s": 4.0},  # validation and batch 5 are left out
         {"step": 9, "ktok_s": 4.0},
     ]
-    assert throughput.last == {"throughput/ktok_s": 4.0}
+    assert throughput.last == {"pipeline/ktok_s": 4.0}
     assert said(capsys) == ["throughput: 4.0 Ktok/s"]  # without the first window
 
 
 def test_drafters_with_a_target_in_each_are_colocated(clock: Clock, tmp_path: Path) -> None:
     throughput, _ = fit(clock, tmp_path, Split(Layout(targets=0, drafters=4)))
-    assert throughput.last == {"throughput/ktok_s": 4.0}
+    assert throughput.last == {"pipeline/ktok_s": 4.0}
 
 
 def test_split_says_who_waits(clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_split_says_who_waits(clock: Clock, tmp_path: Path, capsys: pytest.Captu
     for row, pace in zip(logged, (2 / 4, 1, 1), strict=True):
         expected = {"ktok_s": 2 * pace, "supply_ktok_s": supply * pace, "demand_ktok_s": demand * pace, **shares}
         assert {name: value for name, value in row.items() if name != "step"} == pytest.approx(expected)
-    assert throughput.last == pytest.approx({f"throughput/{k}": v for k, v in logged[-1].items() if k != "step"})
+    assert throughput.last == pytest.approx({f"pipeline/{k}": v for k, v in logged[-1].items() if k != "step"})
     assert said(capsys) == [
         "throughput: 2.0 Ktok/s; drafter-bound: 3 targets supply 8.67 Ktok/s, 2 drafters take 2.48 Ktok/s; "
         "2 targets + 3 drafters would reach 3.71 Ktok/s: move 1 rank from targets to drafters "
@@ -255,12 +255,12 @@ def test_flows_that_are_late(clock: Clock, tmp_path: Path, capsys: pytest.Captur
     throughput, _ = fit(clock, tmp_path, Late())
     assert throughput.last == pytest.approx(
         {
-            "throughput/ktok_s": 2.0,
-            "throughput/supply_ktok_s": 3 * 8 / 3,
-            "throughput/demand_ktok_s": 2 * 8 / 7,
-            "throughput/wait_share": (1 / 8 + 0) / 2,
-            "throughput/target_wait_share": (0 + 1 + 0) / 3,
-            "throughput/queue_depth": 1.0,
+            "pipeline/ktok_s": 2.0,
+            "pipeline/supply_ktok_s": 3 * 8 / 3,
+            "pipeline/demand_ktok_s": 2 * 8 / 7,
+            "pipeline/wait_share": (1 / 8 + 0) / 2,
+            "pipeline/target_wait_share": (0 + 1 + 0) / 3,
+            "pipeline/queue_depth": 1.0,
         }
     )
     capsys.readouterr()
@@ -268,7 +268,7 @@ def test_flows_that_are_late(clock: Clock, tmp_path: Path, capsys: pytest.Captur
     silent = Late()
     silent.known = (0, 1)
     throughput, _ = fit(clock, tmp_path / "b", silent)
-    assert "throughput/supply_ktok_s" not in throughput.last
+    assert "pipeline/supply_ktok_s" not in throughput.last
     assert said(capsys) == ["throughput: 2.0 Ktok/s"]
 
 

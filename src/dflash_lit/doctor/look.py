@@ -28,7 +28,7 @@ from dflash_lit.doctor.machine import Distribution, Folder, Gpu, Machine, Tool
 from dflash_lit.doctor.memory import PUBLISHED, SMALL, Recipe, run_bytes
 from dflash_lit.errors import UserError
 
-__all__ = ["folder_facts", "installed", "look", "mount_of", "try_compiler"]
+__all__ = ["folder_facts", "free_memory", "installed", "look", "mount_of", "try_compiler"]
 
 _PATIENCE_S = 60  # for a program that hangs: nvidia-smi does when a GPU has fallen off its bus
 
@@ -60,7 +60,7 @@ def look(target: str = "embedded", *, trust_remote_code: bool = False) -> Machin
         python_h=(include / "Python.h").is_file(),
         include=str(include),
         shared_memory=shutil.disk_usage(shared).total if shared.is_dir() else None,
-        free_memory=_free_memory(),
+        free_memory=free_memory(),
         **facts,
     )
 
@@ -243,7 +243,7 @@ def _cache() -> Folder:
 # -- memory
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Main memory that this process can still get: of the machine, and of the control group that it runs in."""
     limits = []
     with suppress(OSError):
