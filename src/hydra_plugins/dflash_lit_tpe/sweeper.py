@@ -123,9 +123,8 @@ class TPESweeper(Sweeper):
             self.launcher.launch([self._overrides(trial, fixed) for trial in trials], initial_job_idx=trials[0].number)
         except (UserError, HydraException, OmegaConfBaseException):
             raise  # what does not compose does so in no trial
-        except (
-            Exception
-        ) as error:  # a launcher's, of a process that was killed; what jobs there are has been said in their folders
+        except Exception as error:
+            # A launcher's, of a process that was killed; what became of the jobs is in their folders.
             print(f"warning: trials from {trials[0].number} on: {type(error).__name__}: {error}", file=sys.stderr)
         for trial in trials:
             self._tell(study, trial, read_outcome(folder / str(trial.number)))
