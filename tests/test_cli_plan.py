@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +37,14 @@ def test_the_published_sizes(capsys: pytest.CaptureFixture[str]) -> None:
         "verdict   drafter-bound: 5 targets supply 214 Ktok/s, 3 drafters take 74.5 Ktok/s; "
         "3 targets + 5 drafters would reach 124 Ktok/s"
     )
+
+
+def test_the_plans_in_the_docs_are_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "targets.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```text\n\$ dflash-lit plan (.*?)\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 4
+    for options, printed in shown:
+        assert said(capsys, options) == printed, options
 
 
 def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:

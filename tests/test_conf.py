@@ -16,12 +16,15 @@ from transformers import Qwen3ForCausalLM
 from dflash_lit.commands import one_line
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.decode.static_drafter import StaticDrafter
+from dflash_lit.doctor.memory import PUBLISHED
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.job import Job, JobData
+from dflash_lit.placement.known import known_config
+from dflash_lit.placement.sizes import measure_sizes
 from dflash_lit.plan import Plan, make_plan
-from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 from dflash_lit.target.static_reader import StaticTarget
 from tests.helpers import lively_drafter
 
@@ -47,23 +50,73 @@ def test_soft_labels_take_the_temperature_of_the_responses() -> None:
     assert planned("objective=soft", "objective.temperature=0.5").objective.temperature == 0.5
 
 
+NEEDED = {
+    "target/hf": "target.path=somewhere",
+    "data/file": "data.prompts=somewhere.txt",
+    "data/chat": "data.path=somewhere.jsonl",
+}
+EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml") if "/data: file" in file.read_text())
+"""Those that need prompts: for targets from a hub."""
+
+
 def choices() -> list[str]:
-    needed = {
-        "target/hf": "target.path=somewhere",
-        "data/file": "data.prompts=somewhere.txt",
-        "data/chat": "data.path=somewhere.jsonl",
-    }
+    needed = NEEDED | {f"experiment/{name}": "data.prompts=somewhere.txt" for name in EXPERIMENTS}
     found = []
-    for file in sorted(CONF.glob("*/*.yaml")):
-        group, name = file.parent.name, file.stem
-        prefix = "+" if group in ("experiment", "debug") else ""
+    for file in sorted(path for path in CONF.rglob("*.yaml") if path.parent != CONF):
+        group, name = str(file.parent.relative_to(CONF)), file.stem
+        prefix = "+" if group == "experiment" else ""
         found.append(f"{prefix}{group}={name} {needed.get(f'{group}/{name}', '')}".strip())
     return found
 
 
 @pytest.mark.parametrize("choice", choices())
 def test_every_file_composes(choice: str) -> None:
-    configured(*choice.replace("+debug", "debug").split())
+    configured(*choice.split())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_experiments_for_larger_targets_are_possible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the sizes of the targets; the embedded tokenizer stands for theirs. And ``dflash-lit plan`` knows them."""
+    (tmp_path / "prompts.txt").write_text("x\n")
+    tokenizer = TargetInfo.load("embedded").tokenizer
+
+    def load(path: str, *, trust_remote_code: bool) -> TargetInfo:
+        config = known_config(path)
+        assert config is not None
+        return TargetInfo(path, config, tokenizer, trust_remote_code)
+
+    monkeypatch.setattr(TargetInfo, "load", load)
+    plan = planned(f"+experiment={name}", f"data.prompts={tmp_path}/prompts.txt", "drafter.dense_limit_gib=1e9")
+    text = known_config(plan.info.path)
+    assert text is not None
+    assert plan.drafter.hidden_size == text.hidden_size
+    assert plan.drafter.num_hidden_layers == len(plan.drafter.target_layer_ids) == 5
+    assert plan.drafter.initializer_range == 0.02
+    if name.endswith("split"):
+        cfg = configured(f"+experiment={name}", "data.prompts=x")
+        assert (plan.layout.targets, plan.layout.drafters) == (5, 3)
+        assert (cfg.drafter.anchors, cfg.drafter.block_size, cfg.data.row_tokens) == (1024, 32, 40_064)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-4B", 4.02),
+        ("qwen3-8b", 8.19),
+        ("Qwen/Qwen3-32B", 32.8),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.03),
+    ],
+)
+def test_known_sizes_come_to_the_published_number_of_parameters(name: str, billions: float) -> None:
+    assert measure_sizes(name, PUBLISHED).target_parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_only_the_known_targets_themselves_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_config("somebody/Qwen3-8B") is None
+    assert known_config("Qwen/Qwen3-0.6B") is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    assert known_config("Qwen/Qwen3-8B") is None  # a folder of that name has a config of its own
 
 
 def test_the_main_job_is_possible_and_derived_from_the_target() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Interrupted", "RankError", "UserError"]
+__all__ = ["Interrupted", "Pruned", "RankError", "UserError"]
 
 
 class UserError(Exception):
@@ -27,3 +27,17 @@ class Interrupted(BaseException):
     def __init__(self, signal: int, checkpoint: str | None) -> None:
         super().__init__(signal, checkpoint)
         self.signal, self.checkpoint = signal, checkpoint
+
+
+class Pruned(Interrupted):
+    """A sweep's sampler has given up a trial after a validation, on all ranks alike: nothing is saved, decoded or exported.
+
+    Attributes:
+        metric: what was validated.
+        value: what it came to.
+        step: optimizer steps done.
+    """
+
+    def __init__(self, metric: str, value: float, step: int) -> None:
+        super().__init__(0, "")
+        self.metric, self.value, self.step = metric, value, step

@@ -47,7 +47,7 @@ from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
 from dflash_lit.doctor.look import free_memory
 from dflash_lit.drafter.model import Drafter
-from dflash_lit.errors import Interrupted, UserError
+from dflash_lit.errors import Interrupted, Pruned, UserError
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.channel import Channel
@@ -169,7 +169,9 @@ class Job:
         try:
             if wandb.run is not None:
                 code = 0
-                if error is not None:
+                if isinstance(error, Pruned):  # as it was meant to be
+                    wandb.run.summary["pruned_at_step"] = error.step
+                elif error is not None:
                     wandb.run.summary["error"] = f"{type(error).__name__}: {one_line(error)}"
                     code = 128 + error.signal if isinstance(error, Interrupted) else 1
                 wandb.finish(exit_code=code)

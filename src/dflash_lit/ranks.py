@@ -13,13 +13,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lit.commands import exits_on_user_error, run_command
-from dflash_lit.config import TrainConfig
+from dflash_lit.config import TrainConfig, register
 from dflash_lit.errors import Interrupted, UserError
 from dflash_lit.job import Job, quiet_libraries
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.started import Started, how_started
 from dflash_lit.placement.world import World, follow, lead
 from dflash_lit.plan import Plan, make_plan
+from dflash_lit.sweeps.end import failed_jobs
+from dflash_lit.sweeps.outcome import run_job
 
 __all__ = ["begin", "join", "launch"]
 
@@ -43,12 +45,16 @@ def launch(main: Callable[[], object], train: Train, script: str) -> int:
     return run_command(lambda: _lead(main) if how_started().leads else join(train, script))
 
 
-def _lead(main: Callable[[], object]) -> None:
-    """Run ``main``. Where it ends before a run begins (wrong input, ``--cfg job``), so do those whom torchrun or SLURM started."""
+def _lead(main: Callable[[], object]) -> int:
+    """Run ``main``. Where it ends before a run begins (wrong input, ``--cfg job``), so do those whom torchrun or SLURM started.
+
+    Returns:
+        the exit code: 1 after a sweep some of whose jobs failed, else 0.
+    """
     code = 2
     try:
         main()
-        code = 0
+        code = 1 if failed_jobs() else 0
     finally:
         started = how_started()
         if started.others_wait and not _led:
@@ -57,6 +63,7 @@ def _lead(main: Callable[[], object]) -> None:
             # A run of all of them that is over at once. What has ended this process is not to be hidden by an error here.
             with contextlib.suppress(Exception), _lead_run(started.everyone(), started, f"{_NO_RUN}{code}", "", 25.0):
                 pass
+    return code
 
 
 def _lead_run(layout: Layout, started: Started, text: str, script: str, timeout_s: float) -> World:
@@ -67,25 +74,34 @@ def _lead_run(layout: Layout, started: Started, text: str, script: str, timeout_
 def begin(composed: DictConfig, train: Train, script: str) -> float | None:
     """Check the config, start the other processes if there are any, and train.
 
+    As a job of a sweep it raises nothing but what is meant to end the whole sweep; ``job.json`` of its folder says what it came to.
+
     Args:
         script: run by the other processes of this host; it must call :func:`launch` as this process did.
     """
+    register()  # a launcher's process has not run the script from its beginning
+    if _is_sweep():
+        return run_job(lambda: _begin(composed, train, script))
     with exits_on_user_error():
-        cfg = OmegaConf.to_object(composed)
-        assert isinstance(cfg, TrainConfig)
-        quiet_libraries()
-        started, plan = how_started(), make_plan(cfg)
-        started.check(plan.layout)
-        if plan.layout.world == 1:
-            return train(cfg, plan, None)
-        if _is_sweep() and not (started.starts_others and plan.layout.hosts == 1):
-            raise UserError("-m: each job of a sweep starts its own processes, on one host: run it as `python train.py -m ...`")
-        told = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
-        if cfg.ckpt_path is not None:
-            told.ckpt_path = str(Path(cfg.ckpt_path).absolute())  # the others may stand in another folder
-        text = OmegaConf.to_yaml(told)
-        with _lead_run(plan.layout, started, text, script, cfg.placement.timeout_s) as world:
-            return train(cfg, plan, world)
+        return _begin(composed, train, script)
+
+
+def _begin(composed: DictConfig, train: Train, script: str) -> float | None:
+    cfg = OmegaConf.to_object(composed)
+    assert isinstance(cfg, TrainConfig)
+    quiet_libraries()
+    started, plan = how_started(), make_plan(cfg)
+    started.check(plan.layout)
+    if plan.layout.world == 1:
+        return train(cfg, plan, None)
+    if _is_sweep() and plan.layout.hosts > 1:
+        raise UserError(f"placement.hosts={plan.layout.hosts}: each job of a sweep starts its own processes, on one host")
+    told = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
+    if cfg.ckpt_path is not None:
+        told.ckpt_path = str(Path(cfg.ckpt_path).absolute())  # the others may stand in another folder
+    text = OmegaConf.to_yaml(told)
+    with _lead_run(plan.layout, started, text, script, cfg.placement.timeout_s) as world:
+        return train(cfg, plan, world)
 
 
 def _is_sweep() -> bool:

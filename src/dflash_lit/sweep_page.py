@@ -81,9 +81,12 @@ def _jobs(sweep: Sweep) -> str:
 def _failed(sweep: Sweep) -> str:
     if not sweep.failed:
         return ""
-    rows = [[job.name, " ".join(f"{key}={value}" for key, value in job.overrides.items())] for job in sweep.failed]
-    explained = "<p>They failed, were stopped, or still run: there is no summary.json in their folders.</p>"
-    return f"<h2>{len(rows)} without a result</h2>" + explained + _table(["job", "overrides"], rows)
+    rows = [
+        [job.name, job.status, " ".join(f"{key}={value}" for key, value in job.overrides.items()), job.reason]
+        for job in sweep.failed
+    ]
+    explained = "<p>There is no summary.json in their folders.</p>"
+    return f"<h2>{len(rows)} without a result</h2>" + explained + _table(["job", "status", "overrides", "why"], rows)
 
 
 def _value(job: SweepJob, metric: str) -> str:

@@ -48,9 +48,8 @@ def _table(sweep: Sweep) -> str:
     writer.writerow(["job", "status", *sweep.varied, *keys])
     for job in sweep.jobs:
         values = [job.value(key) for key in keys]
-        status = "failed" if job.summary is None else "done"
         given = [job.overrides.get(key, "") for key in sweep.varied]
-        writer.writerow([job.name, status, *given, *("" if value is None else repr(value) for value in values)])
+        writer.writerow([job.name, job.status, *given, *("" if value is None else repr(value) for value in values)])
     return file.getvalue()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lit.errors import UserError
+from dflash_lit.sweeps.outcome import Outcome, override_words, read_outcome
 
 __all__ = ["Setting", "Sweep", "SweepJob", "is_sweep", "load_config", "read_sweep", "scalars", "settings"]
 
@@ -30,15 +31,33 @@ class SweepJob:
     Attributes:
         overrides: key -> value as given, ``+`` and ``~`` left out of the key.
         summary: of ``summary.json``; None if there is none, or none that can be read.
+        outcome: of ``job.json``; None while the job runs, or if its process was killed.
     """
 
     folder: Path
     overrides: Mapping[str, str]
     summary: Mapping[str, Any] | None
+    outcome: Outcome | None = None
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def status(self) -> str:
+        """How it ended, as far as its folder says."""
+        if self.outcome is not None:
+            return self.outcome.state
+        return "failed" if self.summary is None else "done"
+
+    @property
+    def reason(self) -> str:
+        """Why it has no result."""
+        if self.outcome is None:
+            return "it still runs, or was killed"
+        if self.outcome.state == "pruned":
+            return f"given up at step {self.outcome.step}, at {self.outcome.value}"
+        return self.outcome.error or ""
 
     def value(self, metric: str) -> float | None:
         """A finite number of the summary."""
@@ -88,7 +107,7 @@ class Sweep:
 
     @property
     def failed(self) -> list[SweepJob]:
-        """Jobs without a summary: they failed, were stopped, or still run."""
+        """Jobs without a summary: they failed, were given up or stopped, or still run."""
         return [job for job in self.jobs if job.summary is None]
 
     @property
@@ -116,7 +135,7 @@ def read_sweep(folder: str | Path) -> Sweep:
     """
     folder = Path(folder)
     jobs = tuple(
-        SweepJob(path, _overrides(path / ".hydra" / "overrides.yaml"), _summary(path / "summary.json"))
+        SweepJob(path, _overrides(path / ".hydra" / "overrides.yaml"), _summary(path / "summary.json"), read_outcome(path))
         for path in _job_folders(folder)
     )
     if not jobs:
@@ -177,10 +196,10 @@ def _asked_metric(folder: Path) -> str | None:
 
 def _overrides(path: Path) -> dict[str, str]:
     try:
-        lines = OmegaConf.load(path)
+        lines = override_words(OmegaConf.load(path))
     except Exception:  # half a file of a job that was killed, which is listed nevertheless
         return {}
-    pairs = (str(line).partition("=") for line in lines)
+    pairs = (line.partition("=") for line in lines)
     return {key.lstrip("+~"): value for key, _, value in pairs}
 
 

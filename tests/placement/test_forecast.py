@@ -27,8 +27,9 @@ from dflash_lit.placement.forecast import (
     forecast,
     rank_bytes,
 )
+from dflash_lit.placement.known import QWEN3_8B
 from dflash_lit.placement.layout import Layout, Role, devices
-from dflash_lit.placement.sizes import QWEN3_8B, Sizes, measure_sizes
+from dflash_lit.placement.sizes import Sizes, measure_sizes
 from dflash_lit.placement.target_worker import SENDS
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)

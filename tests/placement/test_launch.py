@@ -147,11 +147,22 @@ def by_itself(shelf: Shelf) -> Path:
 
 
 def test_the_jobs_of_a_sweep_start_and_end_their_own_processes(by_itself: Path, shelf: Shelf) -> None:
-    assert sorted(path.name for path in by_itself.iterdir()) == ["0", "1", "multirun.yaml"]
+    made = sorted(path.name for path in by_itself.iterdir())
+    assert made == ["0", "1", "best.yaml", "multirun.yaml", "report.html", "results.csv"]
     assert not (shelf.folder / "runs").exists()
     for job in ("0", "1"):
         made = sorted(path.name for path in (by_itself / job).iterdir())
-        assert made == [".hydra", "checkpoints", "csv", "drafter", "report.html", "seen", "summary.json", "train.log"]
+        assert made == [
+            ".hydra",
+            "checkpoints",
+            "csv",
+            "drafter",
+            "job.json",
+            "report.html",
+            "seen",
+            "summary.json",
+            "train.log",
+        ]
         # Of the drafter alone: the target has no Trainer.
         assert [path.name for path in (by_itself / job / "seen").iterdir()] == ["0.jsonl"]
     assert metrics(by_itself / "0") != metrics(by_itself / "1")

@@ -36,7 +36,8 @@ class Rotary(nn.Module):
                 max_position_embeddings=config.max_position_embeddings,
                 rope_parameters=dict(config.rope_parameters),
             )
-            frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
+            with torch.device("cpu"):  # also where the drafter is built without memory: some kinds copy numbers to the host
+                frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
             self.inv_freq = frequencies.float()
         else:
             # These depend on the length of the sequence, so training and decoding would disagree.

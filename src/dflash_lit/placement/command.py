@@ -13,8 +13,9 @@ from dflash_lit.doctor.finding import gib
 from dflash_lit.doctor.memory import PUBLISHED, SMALL
 from dflash_lit.errors import UserError
 from dflash_lit.placement.forecast import MEASURED, Forecast, Rates, expected_rates, flop_per_token, forecast
+from dflash_lit.placement.known import KNOWN, QWEN3_8B
 from dflash_lit.placement.layout import Layout, Role, devices
-from dflash_lit.placement.sizes import QWEN3_8B, measure_sizes
+from dflash_lit.placement.sizes import measure_sizes
 from dflash_lit.target.frozen import EMBEDDED
 
 __all__ = ["add_options", "run"]
@@ -36,7 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         default=QWEN3_8B,
-        help="a folder or a name on a hub, of which only the config is read, 'embedded', or %(default)s (default), whose sizes are known",
+        help="a folder or a name on a hub, of which only the config is read, or 'embedded'; the sizes of "
+        f"{', '.join(KNOWN)} are known without a hub (default: %(default)s)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
     parser.add_argument("--targets", type=int, default=5, help="target ranks a host (default: %(default)s)")

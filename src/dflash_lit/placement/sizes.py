@@ -8,20 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from dflash_lit.config import DrafterSection
 from dflash_lit.doctor.memory import Recipe
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
+from dflash_lit.placement.known import KNOWN, known_config
 from dflash_lit.plan import derive_drafter
 from dflash_lit.target.frozen import TargetInfo, resolve_path
 
-__all__ = ["QWEN3_8B", "Sizes", "measure_sizes"]
-
-QWEN3_8B = "qwen3-8b"
-"""The name of sizes that are known without a hub."""
+__all__ = ["Sizes", "measure_sizes"]
 
 
 @dataclass(frozen=True)
@@ -52,25 +50,14 @@ class Sizes:
 
 
 def _read_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
-    if target == QWEN3_8B:
-        return Qwen3Config(
-            vocab_size=151_936,
-            hidden_size=4096,
-            intermediate_size=12_288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=40_960,
-            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-            tie_word_embeddings=False,
-        )
+    if (known := known_config(target)) is not None:
+        return known
     try:
         return AutoConfig.from_pretrained(resolve_path(target), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"--target {target}: no usable config there ({_reason(error)}); give a folder in Hugging Face layout, "
-            f"a name on a reachable hub, 'embedded' or '{QWEN3_8B}'"
+            f"a name on a reachable hub, 'embedded', or one of {', '.join(KNOWN)}"
         ) from None  # the reason is in the message
 
 
@@ -102,7 +89,8 @@ def measure_sizes(target: str, recipe: Recipe, *, trust_remote_code: bool = Fals
     """Build both models without memory, and count.
 
     Args:
-        target: a folder or a name on a hub, of which only the config is read, "embedded", or :data:`QWEN3_8B`.
+        target: a folder or a name on a hub, of which only the config is read, "embedded", or a name in
+            :data:`.known.KNOWN`, whose sizes need no network.
         recipe: the drafter's sizes where they are not the target's.
 
     Raises:

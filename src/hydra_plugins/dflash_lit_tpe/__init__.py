@@ -1,0 +1,1 @@
+"""Found by Hydra, which looks for sweepers in ``hydra_plugins`` alone."""

@@ -1,0 +1,173 @@
+"""Every command in README.md and docs/ is one that the programs of this repository take: options parse, overrides compose."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from dflash_lit.cli import main
+from dflash_lit.config import TrainConfig, register
+from tests.test_conf import CONF
+
+ROOT = Path(__file__).parent.parent
+register()
+
+NOT_OURS = {
+    "hf auth login": "a login at a hub",
+    "mkdocs build --strict": "run by tests/test_docs_site.py",
+    "mkdocs serve": "a server that does not end",
+    "pip install -e '.[docs]'": "installs",
+    "pip install -e '.[sweeps]'": "installs",
+    "pytest tests/gpu": "needs a GPU",
+    "python3 -m pip install -e .": "installs; the tests run in what it made",
+    'python3 -m pip install -e ".[dev]"': "installs; the tests run in what it made",
+    "python3 -m pytest -n auto --dist loadfile": "these tests",
+    "python3 -m venv .venv": "makes the environment that the tests run in",
+    "pip install wandb-workspaces": "installs",
+    "wandb sync RUN_FOLDER/wandb/offline-run-*": "needs the network",
+    "wandb sync": "needs the network",
+}
+"""Commands of other programs, and why they are not tried here; those of this repository are all tried."""
+
+_COMMAND = re.compile(r"(?:\w+=\S+ )*(?:python3?|dflash-lit|torchrun|srun|pytest|pip|mkdocs|wandb|hf)(?= )")
+_PLACES = re.compile(r"```[^\n]*\n(.*?)```|^((?:    \S[^\n]*\n)+)|`([^`\n]+)`", re.DOTALL | re.MULTILINE)
+_NUMBER = re.compile(r"[A-Z]{1,2}")
+"""Stands for a number, as N and MS do; longer words stand for files and names. But shapes have such names."""
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """(file, command), each once: in fenced blocks, indented ones, and between backquotes."""
+    for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        found: dict[str, None] = {}
+        for place in _PLACES.finditer(file.read_text(encoding="utf-8")):
+            text = next(part for part in place.groups() if part is not None)
+            lines = re.sub(r"\\\n\s*", "", text).splitlines()
+            for line in (part.strip() for whole in lines for part in whole.split("&&")):
+                if _COMMAND.match(line) and not line.endswith("/"):
+                    found[line] = None
+        for command in found:
+            yield file.name, command
+
+
+class Parsed(Exception):  # noqa: N818
+    """The options were taken; nothing further is run."""
+
+
+def words(command: str) -> list[str]:
+    """As a shell would split it, without a comment, variables before it, or a launcher; `[x]` and `x ...` are what may be there."""
+    command = re.sub(r"(?<= )\[([^\]=]+)\]", r"\1", command).replace(" ...", "")
+    parts = shlex.split(command, comments=True)
+    while re.fullmatch(r"[A-Z_]+=\S*", parts[0]):
+        parts.pop(0)
+    if parts[0] in ("torchrun", "srun"):
+        parts = ["python", *parts[parts.index("train.py") :]]
+    return parts
+
+
+def first_values(overrides: list[str]) -> list[str]:
+    """A sweep's first job."""
+
+    def first(override: Override) -> str:
+        if override.is_interval_sweep():
+            return f"{override.get_key_element()}={override.value().start}"  # type: ignore[union-attr]
+        if override.is_sweep_override():
+            return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+        assert override.input_line is not None
+        return override.input_line
+
+    return [first(override) for override in OverridesParser.create().parse_overrides(overrides)]
+
+
+def check_training(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()  # Hydra's options, as far as they are documented
+    parser.add_argument("-m", action="store_true")
+    parser.add_argument("--cfg", choices=["job", "hydra", "all"])
+    parser.add_argument("--config-dir")
+    parser.add_argument("--config-name")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args(arguments)
+    overrides = given.overrides
+    if not given.m:
+        assert not any(one.is_sweep_override() for one in OverridesParser.create().parse_overrides(overrides)), "-m is missing"
+    needed = [] if any("data.prompts" in word for word in overrides) else ["data.prompts=prompts.jsonl"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", overrides=["paths.output_dir=/nowhere", *needed, *first_values(overrides)])
+    cfg = OmegaConf.to_object(composed)
+    assert isinstance(cfg, TrainConfig)
+
+
+def check_options(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_args(self: argparse.ArgumentParser, *positional: object, **named: object) -> None:
+        raise Parsed(real(self, *positional, **named))  # type: ignore[call-overload]
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    pairs = zip(["", *arguments], arguments, strict=False)
+    given = ["1" if _NUMBER.fullmatch(word) and before != "--shape" else word for before, word in pairs]
+    monkeypatch.setattr(sys, "argv", [program, *given])
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    try:
+        if program.endswith(".py"):
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__")
+    except Parsed:
+        return
+    except SystemExit as error:
+        pytest.fail(f"{program} does not take {' '.join(arguments)} (exit {error.code})")
+    pytest.fail(f"{program}: ran without reading its options")
+
+
+COMMANDS = [pair for pair in documented() if pair[1] not in NOT_OURS]
+
+
+@pytest.mark.parametrize(("file", "command"), COMMANDS, ids=[f"{file}: {command}"[:90] for file, command in COMMANDS])
+def test_documented_commands_are_taken(file: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *rest = words(command)
+    if program == "dflash-lit":
+        if len(rest) == 1:
+            with pytest.raises(SystemExit) as ended:  # the command is named, not called
+                main([*rest, "--help"])
+            assert ended.value.code == 0
+            return
+        check_options("dflash_lit.cli", rest, monkeypatch)
+        return
+    assert program in ("python", "python3"), f"{file}: {command}: neither one of this repository's nor in NOT_OURS"
+    if rest[0] == "-m":
+        check_options(rest[1], rest[2:], monkeypatch)
+    elif rest[0] == "train.py":
+        check_training(rest[1:])
+    else:
+        check_options(rest[0], rest[1:], monkeypatch)
+
+
+def test_commands_are_found_and_the_list_of_others_is_not_longer_than_it_has_to_be() -> None:
+    everything = {command for _, command in documented()}
+    assert len(COMMANDS) > 40
+    assert set(NOT_OURS) <= everything, set(NOT_OURS) - everything
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py trainer.max_stepz=1",
+        "python train.py seed=1,2",
+        "dflash-lit mask --outt x",
+        "python benchmarks/step.py -q",
+    ],
+)
+def test_a_wrong_command_would_be_noticed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BaseException, match=r"max_stepz|-m is missing|does not take"):
+        test_documented_commands_are_taken("x.md", command, monkeypatch)
