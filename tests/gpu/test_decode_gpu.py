@@ -47,19 +47,30 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def both(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[FrozenTarget, Drafter]:
+OF_DRAFTER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "path head": {"path_width": 16, "path_candidates": 32},
+    "sliding": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 12},
+}
+
+
+def both(
+    dtype: torch.dtype = torch.float32, of_drafter: dict[str, Any] | None = None, **changes: Any
+) -> tuple[FrozenTarget, Drafter]:
     made = tiny_target(TargetInfo.load(EMBEDDED), **{**SIZES, **changes})
     target = FrozenTarget(made.info, made.model.to("cuda", dtype))
-    drafter = lively_drafter(drafter_for(target, block_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=64))
+    sizes = {"block_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    drafter = lively_drafter(drafter_for(target, **sizes, **(of_drafter or {})))
     return target, drafter.to("cuda", dtype)
 
 
 @pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("backend", [None, "inductor"])
-def test_the_same_texts_in_the_same_rounds(backend: str | None, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", OF_DRAFTER)
+def test_the_same_texts_in_the_same_rounds(kind: str, backend: str | None, changes: dict[str, Any]) -> None:
     """In fp32, where other orders of summation do not change what is chosen."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    target, drafter = both(**changes)
+    target, drafter = both(of_drafter=OF_DRAFTER[kind], **changes)
     static = static_pair(target, drafter, longest_prompt=21, max_new_tokens=COUNT, budgets=[64], backend=backend)
     for prompt in PROMPTS:
         pairs = [
