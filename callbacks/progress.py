@@ -60,6 +60,7 @@ class Progress(ProgressBar):
         if self.enabled and sys.stderr.isatty() and not console.is_dumb_terminal and not os.environ.get("CI"):
             self.live = Live(console=console, get_renderable=self._shown, refresh_per_second=4)
             self.live.start()
+            console.show_cursor(True)  # a process that is killed could not bring it back
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -71,7 +72,7 @@ class Progress(ProgressBar):
         every = max(self.total // self.lines, 1)
         if self.live is not None:
             # Reading a metric waits for the device, so not every step.
-            if self.step % self.refresh == 0 or self.step == self.total:
+            if self.step % self.refresh == 0 or self.step in (self.first + 1, self.total):
                 self._metrics = self._measured(trainer)
         elif self.step % every == 0 or self.step == self.total or self.step - self.first == min(_EARLY, every):
             print(progress_line(self.step, self.total, self._measured(trainer), self._left()), file=sys.stderr, flush=True)
@@ -107,7 +108,7 @@ class Progress(ProgressBar):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._close()
 
-    # Otherwise a terminal stays without its cursor.
+    # Otherwise what is printed next is drawn over.
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close()

@@ -50,7 +50,11 @@ def test_soft_labels_take_the_temperature_of_the_responses() -> None:
     assert planned("objective=soft", "objective.temperature=0.5").objective.temperature == 0.5
 
 
-NEEDED = {"target/hf": "target.path=somewhere", "data/file": "data.prompts=somewhere.txt"}
+NEEDED = {
+    "target/hf": "target.path=somewhere",
+    "data/file": "data.prompts=somewhere.txt",
+    "data/chat": "data.path=somewhere.jsonl",
+}
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml") if "/data: file" in file.read_text())
 """Those that need prompts: for targets from a hub."""
 
@@ -290,6 +294,16 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("objective.capacity=0", r"objective\.capacity=0"),
     ("objective.capacity=0.5", r"objective\.capacity=0\.5: only the kernels of a GPU"),
     ("data.prompts=/no/such.jsonl", r"data\.prompts='/no/such\.jsonl'"),
+    ("data.kind=poems", r"data\.kind='poems'"),
+    ("data=chat", r"data\.path: data=chat needs"),
+    ("data=chat data.path=/no/such.jsonl data.row_tokens=256 data.response_tokens=200", r"data\.path='/no/such\.jsonl'"),
+    ("data=chat data.path=x.jsonl data.response_tokens=200", r"data\.row_tokens=3072: the target has positions for 2048"),
+    ("data.kind=chat data.path=x.jsonl data.thinking=perhaps", r"data\.thinking='perhaps'"),
+    ("data.kind=chat data.path=x.jsonl data.thinking_argument=a-b", r"data\.thinking_argument='a-b'"),
+    ("data.kind=chat data.path=x.jsonl +data.columns.talk=x", r"data\.columns: there is no column 'talk'"),
+    ("data.kind=chat data.path=x.jsonl data.skip_limit=-1", r"data\.skip_limit=-1"),
+    ("data.kind=chat data.path=x.jsonl data.long=cut", r"data\.long='cut'"),
+    ("data.kind=chat data.path=x.jsonl data.workers=0", r"data\.workers=0"),
     ("data.held_out_share=1", r"data\.held_out_share=1"),
     ("target.path=/no/such/model", r"target\.path='/no/such/model'"),
     ("target.dtype=int3", r"target\.dtype='int3'"),
@@ -314,7 +328,7 @@ IMPOSSIBLE: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("override", "says"), IMPOSSIBLE, ids=[o for o, _ in IMPOSSIBLE])
 def test_impossible_combinations_name_their_key(override: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
-        planned(override)
+        planned(*override.split())
     assert "\n" not in str(caught.value)
 
 
@@ -346,6 +360,7 @@ def test_the_experiment_for_trees_trains_soft_labels_and_keeps_the_best_tree() -
     cfg = configured("+experiment=ddtree")
     objective = make_plan(cfg).objective
     assert (objective.labels, objective.weights, objective.temperature) == ("soft", "dpace", cfg.data.temperature)
+    assert make_plan(cfg).drafter.path_width == 256
     assert cfg.callbacks["checkpoint"]["monitor"] == "val/tree_eal@64"
     assert 64 in cfg.evaluation.tree_budgets
     assert configured("+experiment=ddtree", "objective.weights=tree_survival").objective.weights == "tree_survival"
@@ -359,3 +374,12 @@ def test_a_wrong_floor_is_one_line() -> None:
 def test_noise_cannot_be_negative() -> None:
     with pytest.raises(UserError, match=r"drafter\.feature_noise=-1: "):
         planned("drafter.feature_noise=-1")
+
+
+def test_with_a_window_all_layers_slide_but_the_last() -> None:
+    plan = planned("drafter.sliding_window=64", "drafter.layers=3")
+    assert plan.drafter.layer_types == ("sliding_attention", "sliding_attention", "full_attention")
+    assert planned("drafter.sliding_window=64", "drafter.layer_types=[full_attention,sliding_attention]").drafter.slides
+    assert not planned().drafter.slides
+    with pytest.raises(UserError, match=r"drafter\.sliding_window=4: .*at least a block"):
+        planned("drafter.sliding_window=4")

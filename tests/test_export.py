@@ -62,8 +62,12 @@ class Reader:
             k = self.turn(self.norm(self.heads(self.linear(both, name + "k_proj")), name + "k_norm"), positions)
             v = self.heads(self.linear(both, name + "v_proj"))
             k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+            seen = visible
+            if self.config["layer_types"][i] == "sliding_attention":  # pos(anchor) + slot - pos(key) < window, of the context
+                distance = positions[context:, None] - positions
+                seen = visible & ((distance < self.config["sliding_window"]) | (positions >= context))
             scores = (q @ k.transpose(1, 2)) / self.config["head_dim"] ** 0.5
-            out = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+            out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
             x = x + self.linear(out.transpose(0, 1).flatten(1), name + "o_proj")
             y = self.norm(x, f"layers.{i}.post_attention_layernorm")
             gate, up = (self.linear(y, f"layers.{i}.mlp.{part}_proj") for part in ("gate", "up"))
@@ -78,8 +82,9 @@ def own_drafts(drafter: Drafter, features: Tensor, anchor: int, embed: Tensor, h
     positions = torch.arange(len(features) + config.block_size)[None]
     with torch.no_grad():
         context = drafter.context(features[None], positions[:, : len(features)])
-        noise, attend = F.embedding(block, embed), one_block_attention(config.causal)
-        hidden = drafter.draft(noise, positions[:, len(features) :], context, attend)[0, 1:]
+        noise, near = F.embedding(block, embed), {"places": torch.tensor([len(features)]), "window": config.sliding_window}
+        each = config.each_layer(one_block_attention(config.causal), one_block_attention(config.causal, **near))
+        hidden = drafter.draft(noise, positions[:, len(features) :], context, each)[0, 1:]
     return hidden, (hidden @ head.T).argmax(-1)
 
 
@@ -90,8 +95,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("context", [1, 40])
-def test_a_from_scratch_reader_drafts_the_same(tmp_path: Path, causal: bool, context: int) -> None:
-    config = drafter_config(causal=causal, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+@pytest.mark.parametrize("sliding", [{}, {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 11}])
+def test_a_from_scratch_reader_drafts_the_same(tmp_path: Path, causal: bool, context: int, sliding: dict[str, Any]) -> None:
+    config = drafter_config(causal=causal, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **sliding)
     save_drafter(lively_drafter(config), tmp_path / "drafter")
     loaded, ends = load_drafter(tmp_path / "drafter"), random_ends(config)
     arguments = (random(context, config.feature_size, seed=7), 11, ends.embed, ends.head)
@@ -254,7 +260,12 @@ DAMAGES: dict[str, tuple[Change, list[str]]] = {
     "no rope": (change_config(rope_parameters=..., rope_theta=...), ["config.json", "rope_theta"]),
     "rope without theta": (change_config(rope_parameters={"rope_type": "default"}), ["config.json", "rope_theta"]),
     "mask token outside": (change_config(own__mask_token_id=64), ["config.json", "mask_token_id=64"]),
-    "sliding layers": (change_config(layer_types=["sliding_attention"] * 2), ["config.json", "sliding_attention"]),
+    "other layers": (change_config(layer_types=["linear_attention"] * 2), ["config.json", "linear_attention"]),
+    "no window": (change_config(layer_types=["sliding_attention"] * 2), ["config.json", "sliding_window"]),
+    "sliding without a word on causal": (
+        change_config(layer_types=["sliding_attention"] * 2, sliding_window=8, own__causal=...),
+        ["config.json", "dflash_config.causal"],
+    ),
     "biases": (change_config(attention_bias=True), ["config.json", "attention_bias"]),
     "missing tensor": (
         change_weights(lambda w: w.pop("layers.1.self_attn.q_norm.weight")),

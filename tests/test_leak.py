@@ -95,3 +95,20 @@ def test_from_tokens_through_the_real_target(embedded: FrozenTarget, block: int)
     unseen = [*range(start), *range(anchor + 1, 64)]
     torch.testing.assert_close(through(replaced(tokens, "input_ids", unseen)), before, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(through(replaced(tokens, "input_ids", [start])), before, rtol=1e-2, atol=1e-2)
+
+
+def test_sliding_layers_forget_what_is_behind_their_window() -> None:
+    kinds = ("sliding_attention",) * 2
+    config = drafter_config(layer_types=kinds, sliding_window=6)
+    net = DrafterModule(config.to_dict(), random_ends(config), anchors=len(ANCHORS))
+    net.drafter = lively_drafter(config)
+    net, row = net.eval(), batch()
+    before = outputs(net, row)
+    for block, anchor in enumerate(ANCHORS):
+        start = START[DOCUMENT[block]]
+        # Slot 0 sees the context from anchor - 5 on, later slots less; what it saw, all know a layer later.
+        near = [place for place in range(start, anchor) if anchor - place < 6]
+        far = [place for place in range(64) if place not in near]
+        torch.testing.assert_close(outputs(net, replaced(row, "features", far))[block, 0], before[block, 0], rtol=0, atol=0)
+        if near:  # else the anchor is the first of its document
+            assert (outputs(net, replaced(row, "features", near[:1]))[block, 0] != before[block, 0]).any()

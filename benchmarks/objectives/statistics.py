@@ -25,6 +25,7 @@ What it does not cover: another target, other sizes, other settings of the optim
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -115,10 +116,11 @@ def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.n
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
-    """All records of JSON lines files; a line that is cut off is left out."""
+    """All records of JSON lines files, packed by gzip (``.gz``) or not; a line that is cut off is left out."""
     records = []
     for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        data = path.read_bytes()
+        for line in (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines():
             try:
                 record = json.loads(line)
             except ValueError:

@@ -20,6 +20,7 @@ _COMMANDS = {
     "on-policy": ("responses.on_policy_command", "say whether the target would have said what a file has it say"),
     "evaluate": ("decode.command", "decode prompts with and without an exported drafter"),
     "export": ("export_command", "write a Lightning checkpoint's drafter in the served format"),
+    "data": ("data.command", "preview documents with their supervised tokens; inspect what a data set comes to"),
     "mask": ("attention.command", "draw who sees whom in the drafter's attention, and the tiles it computes"),
     "plan": ("placement.command", "say what a split run will need and reach: processes, memory, wire, bottleneck"),
     "cache": ("compilation.command", "the compile cache: where it is, delete it, carry it to other hosts"),

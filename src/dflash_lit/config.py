@@ -43,6 +43,8 @@ class DrafterSection:
     num_key_value_heads: Optional[int] = None  # the target's
     head_dim: Optional[int] = None  # the target's
     causal: bool = False  # slots see only slots up to their own
+    sliding_window: Optional[int] = None  # tokens of context that sliding layers see; None: no layer slides
+    layer_types: Optional[list[str]] = None  # full_attention | sliding_attention of each; with a window all but the last slide
     path_width: int = 0  # of the head that conditions a slot on the draft tokens before it; 0: none
     path_candidates: int = 64  # tokens a slot that draft paths are made of, with that head
     rope_parameters: dict[str, Any] = field(default_factory=dict)  # empty: the target's
@@ -80,17 +82,32 @@ class OptimizerSection:
 
 @dataclass
 class DataSection:
+    kind: str = "prompts"  # prompts (the target writes the responses now) | chat (it wrote them before: they are in the data)
     prompts: Optional[str] = MISSING  # a .jsonl or .txt file; None: the standard library's sources
-    held_out_share: float = 0.1  # of a prompts file; the standard library has its own split
-    train_prompts: int = 640  # at most
+    path: Any = None  # of chat: file, folder, glob or data set, or a list of them
+    split: str = "train"  # of a Hugging Face data set
+    columns: dict[str, str] = field(default_factory=dict)  # other names of columns: {messages: conversation}
+    thinking: Optional[str] = (
+        "mixed"  # "on" | "off" (as it will be served) | mixed (as recorded) | None: the template is not told
+    )
+    thinking_argument: str = "enable_thinking"  # what the chat template calls it
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # further ones of the chat template
+    skip_limit: float = 0.01  # share of the records that may be broken
+    long: str = "split"  # documents longer than a row: split (with context) | truncate | reject
+    workers: Optional[int] = None  # processes that tokenise; one a core
+    held_out_share: float = 0.1  # of a prompts file or of chats; the standard library has its own split
+    train_prompts: int = 640  # at most; of chat: documents
     val_prompts: int = 48
-    prompt_tokens: int = 48
+    prompt_tokens: int = 48  # of chat: of the prompts that are decoded, at most
     response_tokens: int = 208
     temperature: float = 0.7  # of the target's responses: near the one it will be served at
     responses_per_batch: int = 230  # prompts generated for at a time
     row_tokens: int = 256
     rows_per_batch: int = 4
     validate_on_train: bool = False  # for debug=overfit
+    offline: bool = False  # write the target's features once, and read them in every epoch and run; for small data
+    offline_limit_gib: float = 64.0  # refuse to write more
+    policy_documents: int = 32  # of chat: held-out documents that are checked for being the target's own text; 0: none
     cache_dir: Optional[str] = None  # XDG_CACHE_HOME/dflash_lit
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_lit.drafter.config import DrafterConfig
+from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 
@@ -59,9 +59,9 @@ def served_config(config: DrafterConfig, *, auto_map: bool = False) -> dict[str,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": config.initializer_range,
-        "layer_types": ["full_attention"] * config.num_hidden_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "layer_types": config.each_layer(FULL, SLIDING),
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.slides,
         "max_window_layers": config.num_hidden_layers,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
@@ -139,8 +139,6 @@ def read_config(folder: str | Path) -> DrafterConfig:
     if not isinstance(raw, dict) or not isinstance(raw.get("dflash_config"), dict):
         raise UserError(f"{path}: has no dflash_config; is this a DFlash drafter?")
     own = raw["dflash_config"]
-    if other := set(raw.get("layer_types") or []) - {"full_attention"}:
-        raise UserError(f"{path}: layer_types has {sorted(other)[0]!r}; only full attention is supported")
     if raw.get("attention_bias"):
         raise UserError(f"{path}: attention_bias=true is not supported")
 
@@ -159,6 +157,14 @@ def read_config(folder: str | Path) -> DrafterConfig:
     layers = read("target_layer_ids", list, own)
     if not all(type(layer) is int for layer in layers):
         raise UserError(f"{path}: field 'target_layer_ids' cannot be {layers!r}")
+    kinds = read("layer_types", list) if raw.get("layer_types") else []
+    slides = SLIDING in kinds
+    if other := {str(kind) for kind in kinds} - {FULL, SLIDING}:
+        raise UserError(f"{path}: layer_types has {sorted(other)[0]!r}; only {FULL} and {SLIDING} are supported")
+    if slides and "causal" not in own:
+        raise UserError(
+            f"{path}: has sliding layers, whose blocks servers take for causal unless dflash_config.causal says; add it"
+        )
     rope = raw.get("rope_parameters")
     if rope is None:  # as Transformers 4 and servers have it
         rope = {"rope_type": "default", **(raw.get("rope_scaling") or {}), "rope_theta": read("rope_theta", number)}
@@ -173,6 +179,8 @@ def read_config(folder: str | Path) -> DrafterConfig:
         "target_layer_ids": tuple(layers),
         "rms_norm_eps": read("rms_norm_eps", number),
         "causal": bool(own.get("causal", False)),
+        "layer_types": tuple(kinds) if slides else (),
+        "sliding_window": read("sliding_window", int) if slides else None,
         "rope_parameters": rope,
         "initializer_range": raw.get("initializer_range", 0.02),
         "target_fingerprint": own.get("target_fingerprint", ""),

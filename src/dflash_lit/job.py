@@ -33,12 +33,15 @@ from rich.text import Text
 from dflash_lit.commands import one_line
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
+from dflash_lit.data.chat_data import chat_data
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.documents import Document
-from dflash_lit.data.packing import PackedRows, pack
+from dflash_lit.data.offline import StoredFeatures, ensure_features
+from dflash_lit.data.packing import pack
 from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
 from dflash_lit.data.repetition import is_repetitive
-from dflash_lit.data.respond import Responses, respond
+from dflash_lit.data.respond import respond
+from dflash_lit.data.stored_rows import load_rows
 from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
 from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
@@ -51,12 +54,13 @@ from dflash_lit.placement.channel import Channel
 from dflash_lit.placement.layout import table
 from dflash_lit.placement.layout import transport as transport_between
 from dflash_lit.placement.remote_target import RemoteTarget
-from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, SplitStrategy, threads_of_a_rank
+from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, LocalTarget, SplitStrategy, threads_of_a_rank
 from dflash_lit.placement.target_worker import serve
 from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
-from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.responses.on_policy import PolicyQuestion, answer_policy
+from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 from dflash_lit.watching.announce import announcement
 from dflash_lit.watching.resumed import run_of_checkpoint
 
@@ -112,12 +116,12 @@ class JobData:
     """Everything the data phase yields.
 
     Attributes:
-        responses: None on other ranks than 0, which are only given the rows made of them.
+        figures: for the summary; empty on other ranks than 0, which are only given the rows.
     """
 
     module: RowDataModule
     eval_prompts: list[list[int]]
-    responses: Responses | None
+    figures: dict[str, Any]
 
 
 @runtime_checkable
@@ -162,16 +166,18 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """End the W&B run, with what went wrong if anything did, and forget the graphs: the next job of a sweep starts its own."""
         torch.compiler.reset()
-        if wandb.run is not None:
-            code = 0
-            if isinstance(error, Pruned):  # as it was meant to be
-                wandb.run.summary["pruned_at_step"] = error.step
-            elif error is not None:
-                wandb.run.summary["error"] = f"{type(error).__name__}: {one_line(error)}"
-                code = 128 + error.signal if isinstance(error, Interrupted) else 1
-            wandb.finish(exit_code=code)
-        if self._wandb_data is None:
-            del os.environ["WANDB_DATA_DIR"]
+        try:
+            if wandb.run is not None:
+                code = 0
+                if isinstance(error, Pruned):  # as it was meant to be
+                    wandb.run.summary["pruned_at_step"] = error.step
+                elif error is not None:
+                    wandb.run.summary["error"] = f"{type(error).__name__}: {one_line(error)}"
+                    code = 128 + error.signal if isinstance(error, Interrupted) else 1
+                wandb.finish(exit_code=code)
+        finally:
+            if self._wandb_data is None:
+                os.environ.pop("WANDB_DATA_DIR", None)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -212,7 +218,7 @@ class Job:
                 except Exception as error:  # whatever the constructor raises, the key is what helps
                     cause = error.__cause__ or error
                     if isinstance(cause, ModuleNotFoundError) and "tensorboard" in str(cause):
-                        raise UserError(f"{section}.{name}: tensorboard is not installed; pip install tensorboard") from error
+                        raise UserError(f"{section}.{name}: tensorboard is not installed; pip install tensorboard") from None
                     reason = str(cause).strip().splitlines()[0]
                     raise UserError(f"{section}.{name}: {reason}") from error
                 if not isinstance(value, kind):
@@ -324,7 +330,9 @@ class Job:
             UserError: also if another host does not see the folder of the run.
         """
         if self.world is None or self.plan.layout.drafter_world == 1:
-            return self._make_data(target)
+            made = self._make_data(target)
+            self._attach(made.module, self._offline(made.module, target))
+            return made
         folder = self.folder / ".rows"
         if self.leads:
             made = self._make_data(target)
@@ -332,20 +340,93 @@ class Job:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             for side, rows in (("train", made.module.train), ("val", made.module.val)):
                 rows.save(folder / side)
-            self.world.tell("data", made.eval_prompts)
+            offline = self._offline(made.module, target)
+            self._attach(made.module, offline)
+            self.world.tell("data", (made.eval_prompts, [str(folder) for folder in offline]))
             return made
-        prompts = self.world.told("data")
+        prompts, offline = self.world.told("data")
         if not folder.is_dir():
             raise UserError(
                 f"paths.output_dir={self.cfg.paths.output_dir!r}: {folder.resolve()} of rank 0 is not there on host {self.world.host}; "
                 "put the run on a file system that all hosts see"
             )
-        train, val = (PackedRows.load(folder / side) for side in ("train", "val"))
+        train, val = (load_rows(folder / side) for side in ("train", "val"))
         module = RowDataModule(train, val, self.cfg.data.rows_per_batch, self.cfg.seed)
         module.eval_prompts = prompts  # type: ignore[attr-defined]
-        return JobData(module, prompts, None)
+        self._attach(module, [Path(folder) for folder in offline])
+        return JobData(module, prompts, {})
+
+    def _offline(self, module: RowDataModule, target: FrozenTarget | RemoteTarget) -> list[Path]:
+        """Folders with the features of training and validation rows, written now unless they are there; none without data.offline.
+
+        Raises:
+            UserError: if they would be too large.
+        """
+        data, plan = self.cfg.data, self.plan
+        if not data.offline:
+            return []
+        assert isinstance(target, FrozenTarget)  # plan.py: not with a split placement
+        return ensure_features(
+            (module.train, module.val),
+            LocalTarget(target, plan.drafter.target_layer_ids, teacher=self.teacher),
+            cache_folder(data.cache_dir) / "features",
+            widths=[plan.drafter.feature_size, *([plan.drafter.hidden_size] if self.teacher else [])],
+            limit_gib=data.offline_limit_gib,
+            rows_per_batch=data.rows_per_batch,
+            console=self.console,
+        )
+
+    def _attach(self, module: RowDataModule, folders: list[Path]) -> None:
+        if folders:
+            train, val = (StoredFeatures.open(folder) for folder in folders)
+            module.features = (train, val)
 
     def _make_data(self, target: FrozenTarget | RemoteTarget) -> JobData:
+        return self._chats(target) if self.cfg.data.kind == "chat" else self._responses(target)
+
+    def _chats(self, target: FrozenTarget | RemoteTarget) -> JobData:
+        """Conversations as they are."""
+        data, info = self.cfg.data, target.info
+        made = chat_data(
+            data,
+            info,
+            mask_token_id=self.plan.drafter.mask_token_id,
+            seed=self.cfg.seed,
+            cache_dir=cache_folder(data.cache_dir),
+            decoded=self.cfg.evaluation.prompts if info.packs else 0,
+        )
+        module = RowDataModule(made.train, made.val, data.rows_per_batch, self.cfg.seed)
+        module.eval_prompts = made.prompts  # type: ignore[attr-defined]
+        figures = made.figures(self.cfg.drafter.anchors)
+        for line in made.lines(figures):
+            self.console.print(f"  {line}", highlight=False, markup=False)
+        self._say_one_a_row(info, made.train.efficiency)
+        if data.policy_documents:
+            documents = made.val_documents(data.policy_documents)
+            figures |= self._check_policy(
+                target, PolicyQuestion(documents, data.temperature, data.row_tokens, data.rows_per_batch)
+            )
+        return JobData(module, made.prompts, figures)
+
+    def _check_policy(self, target: FrozenTarget | RemoteTarget, question: PolicyQuestion) -> dict[str, Any]:
+        """Say whether the conversations are what the target would have said."""
+        (check,) = target.each(answer_policy, [question])
+        says = (
+            f"{check.documents} held-out documents: {check.nll:.3f} nats a token, {check.entropy:.3f} if the target had written them "
+            f"at T={check.temperature:g}"
+        )
+        if check.off_policy:
+            logging.getLogger(__name__).warning(
+                "%s: this is another's text, or of another temperature (data.temperature). A drafter learns what its target says: let it "
+                "respond to the prompts (dflash-lit respond)",
+                says,
+            )
+        else:
+            self.console.print(f"  {says}: its own text", highlight=False)
+        return {"policy_nll": check.nll, "policy_entropy": check.entropy, "off_policy": check.off_policy}
+
+    def _responses(self, target: FrozenTarget | RemoteTarget) -> JobData:
+        """The target responds to prompts."""
         data = self.cfg.data
         train, val, decoded = self._prompts(target)
         self._refuse_mask_token([*train, *val, *decoded])
@@ -380,13 +461,21 @@ class Job:
             + (", from the cache)" if everything.from_cache else f", {everything.tokens_per_second:.0f} tokens/s)")
             + f"; {len(rows[0])} + {len(rows[1])} rows of {data.row_tokens} tokens, {100 * rows[0].efficiency:.1f} % filled"
         )
+        self._say_one_a_row(info, rows[0].efficiency)
+        figures = {
+            "responses": len(everything.documents),
+            "responses_repetitive": everything.repetitive,
+            "responses_from_cache": everything.from_cache,
+        }
+        return JobData(module, prompts, figures)
+
+    def _say_one_a_row(self, info: TargetInfo, filled: float) -> None:
         if not info.packs:
             self.console.print(
                 f"  {info.path} has layers of kind {info.not_packed!r}, which no mask keeps to one document: each row holds one, "
-                f"{100 * rows[0].efficiency:.1f} % filled (data.row_tokens near the documents' length fills more); nothing is "
+                f"{100 * filled:.1f} % filled (data.row_tokens near the documents' length fills more); nothing is "
                 "decoded, since rejected drafts cannot be taken back from their state"
             )
-        return JobData(module, prompts, everything)
 
     def module(self, target: FrozenTarget | RemoteTarget) -> DrafterModule:
         """The drafter, new or warm-started, under its training step."""
@@ -484,7 +573,6 @@ class Job:
 
     def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
         """Decode for real with the *exported* drafter and put all figures together; writes ``summary.json``."""
-        assert data.responses is not None
         # The export callback says where it wrote; without one the job exports itself.
         made = [found for callback in trainer.callbacks if (found := getattr(callback, "exported_to", None))]  # type: ignore[attr-defined]
         export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
@@ -544,9 +632,7 @@ class Job:
             "objective": str(self.plan.objective),
             "drafter_parameters": sum(p.numel() for p in module.drafter.parameters()),
             "target_parameters": sum(p.numel() for p in target.model.parameters()),
-            "responses": len(data.responses.documents),
-            "responses_repetitive": data.responses.repetitive,
-            "responses_from_cache": data.responses.from_cache,
+            **data.figures,
             "train_tokens": trainer.global_step
             * self.cfg.trainer.accumulate_grad_batches
             * self.cfg.data.rows_per_batch

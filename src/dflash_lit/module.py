@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from typing import Any
 
@@ -165,11 +165,18 @@ class DrafterModule(L.LightningModule):
             rows, tokens = batch["input_ids"].shape
             refuse_large(rows, self.config.num_attention_heads, layout.queries, tokens, self.dense_limit_gib)
         if self.compiles:
-            mask = block_mask(layout) if kind == "cuda" else dense_block_mask(layout)
+            mask = self._each_layer(block_mask if kind == "cuda" else dense_block_mask, layout)
             return self._compiled(features, noise, positions, blocks.positions, mask)
         context = self.drafter.context(features, positions)
-        hidden = self.drafter.draft(noise, blocks.positions, context, block_attention(layout))
+        hidden = self.drafter.draft(noise, blocks.positions, context, self._each_layer(block_attention, layout))
         return hidden.view(layout.rows * self.anchors, self.config.block_size, -1)[:, 1:]
+
+    def _each_layer(self, make: Callable[[BlockLayout], Any], layout: BlockLayout) -> Any:
+        """``make(layout)`` for all layers; a list of one for each where some slide."""
+        full = make(layout)
+        if not self.config.slides:
+            return full
+        return self.config.each_layer(full, make(replace(layout, window=self.config.sliding_window)))
 
     def tell(self, hidden: Tensor, blocks: Blocks) -> Tensor:
         """The ``hidden`` of :meth:`forward`, detached, with the right tokens before each slot known to the path head."""

@@ -14,7 +14,9 @@ import torch
 
 from dflash_lit.attention.dense import refuse_large
 from dflash_lit.config import DrafterSection, PlacementSection, TrainConfig
-from dflash_lit.drafter.config import DrafterConfig, feature_layers
+from dflash_lit.data.chat_data import store_settings
+from dflash_lit.data.sources import find_sources
+from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig, feature_layers
 from dflash_lit.errors import UserError
 from dflash_lit.export import drafter_from_checkpoint, read_config
 from dflash_lit.objective.config import Objective
@@ -69,6 +71,11 @@ def _own(text: Any, name: str) -> int:
     return int(value)
 
 
+def _sliding(section: DrafterSection) -> list[str]:
+    """With a window all layers slide but the last, which still sees everything."""
+    return [] if section.sliding_window is None else [SLIDING] * (section.layers - 1) + [FULL]
+
+
 def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str = "") -> DrafterConfig:
     """The drafter's sizes: what the section leaves open is the target's.
 
@@ -113,6 +120,8 @@ def derive_drafter(section: DrafterSection, info: TargetInfo, fingerprint: str =
         rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         max_position_embeddings=int(getattr(text, "max_position_embeddings", 32768)),
         causal=section.causal,
+        layer_types=tuple(section.layer_types or _sliding(section)),
+        sliding_window=section.sliding_window,
         path_width=section.path_width,
         path_candidates=section.path_candidates,
         rope_parameters=rope,
@@ -148,12 +157,22 @@ def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
     _positive("data", data, "train_prompts", "val_prompts", "prompt_tokens", "responses_per_batch", "rows_per_batch")
     if data.row_tokens < 128 or data.row_tokens % 128:
         raise UserError(f"data.row_tokens={data.row_tokens}: must be a positive multiple of 128")
+    if data.kind not in ("prompts", "chat"):
+        raise UserError(f"data.kind={data.kind!r}: choose prompts or chat")
+    if data.kind == "chat" and data.path is None:
+        raise UserError("data.path: data=chat needs a file, a folder, a glob or the name of a data set")
     if data.response_tokens < 2:
         raise UserError(
             f"data.response_tokens={data.response_tokens}: no token would be supervised after an anchor; use 2 or more"
         )
     if not 0 <= data.temperature < math.inf:
         raise UserError(f"data.temperature={data.temperature:g}: must be 0 (greedy) or positive")
+    if data.offline and cfg.placement.kind == "split":
+        raise UserError("data.offline=true: the targets of a split run would have nothing to do; use placement=colocated")
+    if not 0 < data.offline_limit_gib < math.inf:
+        raise UserError(f"data.offline_limit_gib={data.offline_limit_gib:g}: must be positive")
+    if data.policy_documents < 0:
+        raise UserError(f"data.policy_documents={data.policy_documents}: must be 0 (no check) or positive")
     if not 0 < data.held_out_share < 1:
         raise UserError(f"data.held_out_share={data.held_out_share:g}: must lie between 0 and 1")
     most = int(getattr(info.text, "max_position_embeddings", 0) or 0)
@@ -166,7 +185,11 @@ def _check_data(cfg: TrainConfig, info: TargetInfo) -> None:
             f"data.prompt_tokens + response tokens come to {longest}, but the target has positions for {most}; "
             "lower data.prompt_tokens, data.response_tokens or evaluation.max_new_tokens"
         )
-    if data.prompts is not None and not Path(data.prompts).is_file():
+    if data.kind == "chat":
+        store_settings(data)
+        if most and data.row_tokens > most:
+            raise UserError(f"data.row_tokens={data.row_tokens}: the target has positions for {most}; lower it")
+    elif data.prompts is not None and not Path(data.prompts).is_file():
         raise UserError(
             f"data.prompts={data.prompts!r}: no such file; give a .jsonl or .txt file of prompts, or null for the standard library"
         )
@@ -192,7 +215,8 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
     """Check ``cfg`` and derive what it leaves open.
 
     Args:
-        checkpoint: look into that of ``ckpt_path``, too, which may be large; once is enough for all processes of a run.
+        checkpoint: look into that of ``ckpt_path``, too, which may be large, and for the data; once is enough for all processes of
+            a run.
 
     Raises:
         UserError: for the first thing that cannot work, naming its key.
@@ -263,6 +287,8 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
 
     info = TargetInfo.load(cfg.target.path, trust_remote_code=cfg.target.trust_remote_code)
     _check_data(cfg, info)
+    if cfg.data.kind == "chat" and checkpoint:
+        find_sources(cfg.data.path, split=cfg.data.split)
     drafter = derive_drafter(cfg.drafter, info)
     if cfg.drafter.init_from is not None:
         warm = read_config(cfg.drafter.init_from)
@@ -274,6 +300,8 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
             "num_hidden_layers",
             "vocab_size",
             "causal",
+            "layer_types",
+            "sliding_window",
         ):
             theirs, ours = getattr(warm, name), getattr(drafter, name)
             if theirs != ours:

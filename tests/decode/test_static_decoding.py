@@ -117,17 +117,30 @@ def test_what_can_be_static(target: FrozenTarget, monkeypatch: pytest.MonkeyPatc
     assert not can_be_static(target)
 
 
+def test_a_drafter_with_sliding_layers(target: FrozenTarget) -> None:
+    kinds = ("sliding_attention", "full_attention")
+    config = drafter_for(target, layer_types=kinds, sliding_window=6)
+    drafter = lively_drafter(config)
+    expected = made(target, drafter)
+    assert made(*pair(target, drafter, None)) == expected
+    everywhere = lively_drafter(drafter_for(target))
+    everywhere.load_state_dict(drafter.state_dict())
+    assert made(target, everywhere) != expected  # texts are longer than the window
+
+
 @pytest.mark.parametrize("causal", [False, True])
-def test_placed_attention_is_attention_over_what_is_there(causal: bool) -> None:
+@pytest.mark.parametrize("window", [None, 4])
+def test_placed_attention_is_attention_over_what_is_there(causal: bool, window: int | None) -> None:
     lengths = [5, 2, 0]
     queries, context = random(3, 4, 3, 8), (random(3, 2, 9, 8), random(3, 2, 9, 8, seed=1))
     block: ContextKV = (random(3, 2, 3, 8, seed=2), random(3, 2, 3, 8, seed=3))
     given = tuple(part.clone() for part in context)
-    got = PlacedAttention(torch.tensor(lengths), 3, 9, causal, torch.float32)(queries, (given[0], given[1]), block)
+    got = PlacedAttention(torch.tensor(lengths), 3, 9, causal, torch.float32, window)(queries, (given[0], given[1]), block)
     for row, length in enumerate(lengths):
         part = slice(row, row + 1)
         own = (block[0][part], block[1][part])
         before = (context[0][part, :, :length], context[1][part, :, :length])
-        torch.testing.assert_close(got[part], one_block_attention(causal)(queries[part], before, own))
+        attend = one_block_attention(causal, places=torch.tensor([length]), window=window)
+        torch.testing.assert_close(got[part], attend(queries[part], before, own))
         for buffer, kept in zip(given, context, strict=True):
             assert torch.equal(buffer[row, :, :length], kept[row, :, :length])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,22 @@ def test_graphs_give_the_plain_models_hidden_states() -> None:
         parameter.mul_(1.1)
     hidden = compiled(**inputs, mask=block_mask(shifted))
     torch.testing.assert_close(hidden, plain(compiled, inputs, shifted), rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+@torch.no_grad()
+def test_layers_of_both_kinds_are_one_graph() -> None:
+    torch._dynamo.reset()
+    compiled, inputs, layout = case()
+    masks = [block_mask(layout), block_mask(replace(layout, window=9)), block_mask(layout)]
+    counters.clear()
+    hidden = compiled(**inputs, mask=masks)
+    drafter = compiled.drafter
+    context = drafter.context(inputs["features"], inputs["context_positions"])
+    each = [full_attention(layout), full_attention(replace(layout, window=9)), full_attention(layout)]
+    expected = drafter.draft(inputs["noise"], inputs["positions"], context, each).view(-1, SIZE, 32)[:, 1:]
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+    assert (hidden - plain(compiled, inputs, layout)).abs().max() > 1e-2
     assert counters["stats"]["unique_graphs"] == 3
 
 

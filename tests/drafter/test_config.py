@@ -54,6 +54,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 0}, "drafter.head_dim=0"),
     ({"head_dim": 7}, "drafter.head_dim=7"),
     ({"path_width": -1}, "drafter.path_width=-1"),
+    ({"layer_types": ("full_attention",)}, "1 kinds for 2 layers"),
+    ({"layer_types": ("full_attention", "linear_attention")}, "drafter.layer_types: 'linear_attention'"),
+    ({"layer_types": ("full_attention", "sliding_attention")}, "drafter.sliding_window=None"),
+    ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 3}, "drafter.sliding_window=3: .* at least a block, 4"),
+    ({"sliding_window": 8}, "drafter.sliding_window=8: no layer slides"),
     ({"path_candidates": 0}, "drafter.path_candidates=0"),
 ]
 
@@ -65,8 +70,13 @@ def test_wrong_sizes_name_their_field(change: dict[str, Any], message: str) -> N
 
 
 def test_dict_and_back() -> None:
+    kinds = ("sliding_attention", "full_attention")
     config = drafter_config(
-        causal=True, path_width=8, rope_parameters={"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
+        causal=True,
+        path_width=8,
+        layer_types=kinds,
+        sliding_window=8,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
     )
     assert DrafterConfig.from_dict(config.to_dict()) == config
     with pytest.raises(UserError, match="unknown field 'colour'"):

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
+from dflash_lit.attention.attend import Attend
 from dflash_lit.attention.dense import block_attention, full_attention
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.decode.cache import ContextCache
@@ -40,9 +44,11 @@ def test_names_and_shapes_are_those_of_the_served_format() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("attention", [block_attention, full_attention])
-def test_training_equals_cached_decoding(causal: bool, attention: object) -> None:
+@pytest.mark.parametrize("window", [None, 20])
+def test_training_equals_cached_decoding(causal: bool, attention: Callable[..., Attend], window: int | None) -> None:
     """Two packed documents in one pass against each document decoded by itself, block by block, with a growing cache."""
-    config = drafter_config(causal=causal, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    sliding = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": window} if window else {}
+    config = drafter_config(causal=causal, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **sliding)
     drafter = lively_drafter(config)
     lengths, size = (190, 60), config.block_size
     documents = torch.repeat_interleave(torch.tensor([0, 1]), torch.tensor(lengths))[None].int()
@@ -54,7 +60,8 @@ def test_training_equals_cached_decoding(causal: bool, attention: object) -> Non
     noise = noise_table[anchors].view(1, -1, 32)
     where = (positions[0, anchors][:, None] + torch.arange(size)).view(1, -1)
     with torch.no_grad():
-        trained = drafter.draft(noise, where, drafter.context(features, positions), attention(layout))  # type: ignore[operator]
+        each = config.each_layer(attention(layout), attention(replace(layout, window=window)))
+        trained = drafter.draft(noise, where, drafter.context(features, positions), each)
         trained = trained.view(len(anchors), size, 32)
         for document, start in ((0, 0), (1, 190)):
             cache, known = ContextCache(), start
@@ -66,5 +73,7 @@ def test_training_equals_cached_decoding(causal: bool, attention: object) -> Non
                 known = anchor
                 assert cache.length == anchor - start
                 slots = torch.arange(anchor - start, anchor - start + size)[None]
-                decoded = drafter.draft(noise_table[anchor][None], slots, cache.views(), one_block_attention(causal))
+                near = one_block_attention(causal, places=slots[:, 0], window=window)
+                each = config.each_layer(one_block_attention(causal), near)
+                decoded = drafter.draft(noise_table[anchor][None], slots, cache.views(), each)
                 torch.testing.assert_close(decoded[0], trained[number], rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import lightning
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dflash_lit.data.packing import PackedRows
+from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
 
 __all__ = ["RowDataModule", "RowDataset", "RowLoader", "RowOrder"]
@@ -24,18 +24,27 @@ __all__ = ["RowDataModule", "RowDataset", "RowLoader", "RowOrder"]
 EMPTY_ROW = -1
 
 
-class RowDataset(Dataset[dict[str, Tensor]]):
-    """Packed rows by number. Row ``EMPTY_ROW`` is padding throughout."""
+class KnownFeatures(Protocol):
+    """Features of rows that need no target any more; see :class:`dflash_lit.data.offline.StoredFeatures`."""
 
-    def __init__(self, rows: PackedRows) -> None:
-        self._pad_id = rows.pad_id
-        self._input_ids = torch.from_numpy(rows.input_ids)
-        self._document_ids = torch.from_numpy(rows.document_ids)
-        self._position_ids = torch.from_numpy(rows.position_ids)
-        self._supervised = torch.from_numpy(rows.supervised)
+    def take(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Tensors [R, S, ...] of the rows, as a target adds them to a batch."""
+
+
+class RowDataset(Dataset[dict[str, Tensor]]):
+    """Packed rows by number. Row ``EMPTY_ROW`` is padding throughout.
+
+    Args:
+        rows: the rows.
+        features: added to each batch, if they are known.
+    """
+
+    def __init__(self, rows: Rows, features: KnownFeatures | None = None) -> None:
+        self._rows = rows
+        self._features = features
 
     def __len__(self) -> int:
-        return len(self._input_ids)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: column[0] for name, column in self.batch([index], 1).items()}
@@ -45,22 +54,28 @@ class RowDataset(Dataset[dict[str, Tensor]]):
 
         Returns:
             ``input_ids`` int64 [R, S], ``document_ids`` int32 [R, S], ``position_ids`` int32 [R, S], ``supervised``
-            bool [R, S], ``row_ids`` int64 [R] (``EMPTY_ROW`` for empty rows).
+            bool [R, S], ``row_ids`` int64 [R] (``EMPTY_ROW`` for empty rows), and the features, if they are known.
         """
-        row_ids = torch.tensor([*indices, *[EMPTY_ROW] * (rows - len(indices))], dtype=torch.int64)
-        batch = {
-            "input_ids": self._input_ids[row_ids].to(torch.int64),
-            "document_ids": self._document_ids[row_ids],
-            "position_ids": self._position_ids[row_ids],
-            "supervised": self._supervised[row_ids],
+        given = [index for index in indices if index != EMPTY_ROW]
+        row_ids = torch.full((rows,), EMPTY_ROW, dtype=torch.int64)
+        places = [place for place, index in enumerate(indices) if index != EMPTY_ROW]
+        row_ids[places] = torch.tensor(given, dtype=torch.int64)
+        taken = self._rows.take(given)
+
+        def filled(column: np.ndarray, dtype: torch.dtype, empty: int) -> Tensor:
+            whole = torch.full((rows, self._rows.row_tokens), empty, dtype=dtype)
+            whole[places] = torch.from_numpy(column).to(dtype)
+            return whole
+
+        known = {} if self._features is None else self._features.take(row_ids.tolist())
+        return {
+            **known,
+            "input_ids": filled(taken.input_ids, torch.int64, self._rows.pad_id),
+            "document_ids": filled(taken.document_ids, torch.int32, -1),
+            "position_ids": filled(taken.position_ids, torch.int32, 0),
+            "supervised": filled(taken.supervised, torch.bool, 0),
             "row_ids": row_ids,
         }
-        empty = row_ids == EMPTY_ROW  # index -1 has fetched the last row there
-        batch["input_ids"][empty] = self._pad_id
-        batch["document_ids"][empty] = -1
-        batch["position_ids"][empty] = 0
-        batch["supervised"][empty] = False
-        return batch
 
 
 class RowOrder(DistributedSampler[int]):
@@ -209,12 +224,21 @@ class RowDataModule(lightning.LightningDataModule):
         val: rows to measure on, in their order; the last batch is filled up with empty rows.
         rows_per_batch: R, the rows of one batch of one rank, >= 1.
         seed: of the order.
+        features: of the training and of the validation rows, if they are known.
 
     Raises:
         UserError: if there are no rows, or the two sides have rows of different lengths.
     """
 
-    def __init__(self, train: PackedRows, val: PackedRows, rows_per_batch: int, seed: int) -> None:
+    def __init__(
+        self,
+        train: Rows,
+        val: Rows,
+        rows_per_batch: int,
+        seed: int,
+        *,
+        features: tuple[KnownFeatures, KnownFeatures] | None = None,
+    ) -> None:
         super().__init__()
         if rows_per_batch < 1:
             raise UserError(f"data.rows_per_batch: {rows_per_batch} is too small; at least 1")
@@ -230,18 +254,21 @@ class RowDataModule(lightning.LightningDataModule):
         self.val = val
         self.rows_per_batch = rows_per_batch
         self.seed = seed
+        self.features: tuple[KnownFeatures | None, KnownFeatures | None] = features or (None, None)
 
     def example_batch(self) -> dict[str, Tensor]:
         """The first training rows as a batch, whose shapes are those of every batch; no loader moves for it."""
-        return RowDataset(self.train).batch(range(min(self.rows_per_batch, len(self.train))), self.rows_per_batch)
+        return RowDataset(self.train, self.features[0]).batch(
+            range(min(self.rows_per_batch, len(self.train))), self.rows_per_batch
+        )
 
     def train_dataloader(self) -> RowLoader:
-        return self._loader(self.train, shuffle=True)
+        return self._loader(RowDataset(self.train, self.features[0]), shuffle=True)
 
     def val_dataloader(self) -> RowLoader:
-        return self._loader(self.val, shuffle=False)
+        return self._loader(RowDataset(self.val, self.features[1]), shuffle=False)
 
-    def _loader(self, rows: PackedRows, *, shuffle: bool) -> RowLoader:
+    def _loader(self, rows: RowDataset, *, shuffle: bool) -> RowLoader:
         order = RowOrder(
             len(rows),
             self.rows_per_batch,
@@ -253,4 +280,4 @@ class RowDataModule(lightning.LightningDataModule):
             accumulate=self.trainer.accumulate_grad_batches if self.trainer else 1,
         )
         pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return RowLoader(RowDataset(rows), batch_size=self.rows_per_batch, sampler=order, pin_memory=pin)
+        return RowLoader(rows, batch_size=self.rows_per_batch, sampler=order, pin_memory=pin)

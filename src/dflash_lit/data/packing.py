@@ -9,29 +9,45 @@ Targets that carry a state from one document to the next get one document a row 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from dflash_lit.data.documents import Document
+from dflash_lit.data.row_plan import RowPlan, Spans, plan_rows
 from dflash_lit.errors import UserError
 
-__all__ = ["PackedRows", "pack"]
-
-# Attention tiles have 128 tokens; a row is a whole number of them.
-_TILE = 128
-# Documents that wait at one time. More fit better but draw rows less at random; at 256 a gap is a few tokens.
-_WAITING = 256
-# How many waiting documents are compared when one must be cut.
-_CUT_CANDIDATES = 16
-
+__all__ = ["PackedRows", "Rows", "pack"]
 
 _COLUMNS = ("input_ids", "document_ids", "position_ids", "supervised")
+
+
+class Rows(Protocol):
+    """N rows of S tokens, wherever they are kept."""
+
+    def __len__(self) -> int:
+        """N, the number of rows."""
+
+    @property
+    def row_tokens(self) -> int:
+        """S, the tokens of a row."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of tokens that are not padding, in (0, 1]."""
+
+    @property
+    def pad_id(self) -> int:
+        """What stands in ``input_ids`` where there is no token."""
+
+    def take(self, rows: Sequence[int]) -> PackedRows:
+        """Some rows by number, with arrays of their own."""
+
+    def save(self, folder: Path) -> None:
+        """Write them for another process; ``folder`` is made."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +87,11 @@ class PackedRows:
         """Share of tokens that are not padding, in (0, 1]."""
         return float((self.document_ids >= 0).mean())
 
+    def take(self, rows: Sequence[int]) -> PackedRows:
+        """Some rows by number, copied."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        return PackedRows(**{name: getattr(self, name)[chosen] for name in _COLUMNS}, pad_id=self.pad_id)
+
     def save(self, folder: Path) -> None:
         """Write the columns, for :meth:`load` in another process; ``folder`` is made and must be empty."""
         folder.mkdir(parents=True)
@@ -84,44 +105,6 @@ class PackedRows:
         # "c": copied where written to, which nobody does; torch warns of arrays that cannot be written to.
         columns = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in _COLUMNS}
         return cls(**columns, pad_id=int((folder / "pad_id").read_text()))
-
-
-class _Window:
-    """A piece of a document that fits a row: tokens ``[start, stop)``, of which the first ``context`` are not to be learnt."""
-
-    __slots__ = ("context", "document", "learnt_before", "start", "stop")
-
-    def __init__(self, document: int, start: int, stop: int, context: int, learnt_before: np.ndarray) -> None:
-        self.document = document
-        self.start = start
-        self.stop = stop
-        self.context = context
-        self.learnt_before = learnt_before  # int32 [n + 1] of the document: supervised tokens before each position
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def fresh(self, tokens: int) -> int:
-        """How many tokens the first ``tokens`` of the window still have to teach."""
-        if tokens <= self.context:
-            return 0
-        return int(self.learnt_before[self.start + tokens] - self.learnt_before[self.start + self.context])
-
-
-def _windows(index: int, document: Document, row_tokens: int) -> Iterator[_Window]:
-    """Cut one document into windows of at most a row, each half context, leaving out those that teach nothing."""
-    learnt_before = np.zeros(len(document) + 1, dtype=np.int32)
-    np.cumsum(document.supervised, out=learnt_before[1:])
-    start = context = 0
-    while True:
-        stop = min(start + row_tokens, len(document))
-        window = _Window(index, start, stop, context, learnt_before)
-        if window.fresh(len(window)):
-            yield window
-        if stop == len(document):
-            return
-        context = row_tokens // 2
-        start = stop - context
 
 
 def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: int, one_per_row: bool = False) -> PackedRows:
@@ -141,93 +124,33 @@ def pack(documents: Sequence[Document], row_tokens: int, *, seed: int, pad_id: i
     Raises:
         UserError: if ``row_tokens`` or ``pad_id`` is wrong, or no document has a supervised token.
     """
-    if row_tokens < _TILE or row_tokens % _TILE:
-        raise UserError(f"data.row_tokens: {row_tokens} is not a positive multiple of {_TILE}; take one, such as 2048")
     if pad_id < 0:
         raise UserError(f"pad_id: {pad_id} is no token id; give the tokenizer's padding id, or any id >= 0")
-
-    order = np.random.default_rng(seed).permutation(len(documents)).tolist()
-    coming = (window for index in order for window in _windows(index, documents[index], row_tokens))
-    if one_per_row:
-        return _assemble(documents, [(w.document, w.start, w.stop, w.context, 0) for w in coming], row_tokens, pad_id)
-
-    # Sorted by (length, serial number): the serial decides between equals, so windows are never compared.
-    waiting: list[tuple[int, int, _Window]] = []
-    # The same in order of arrival, and some that are placed already.
-    arrivals: deque[tuple[int, int, _Window]] = deque()
-    serial = 0
-
-    def refill() -> None:
-        nonlocal serial
-        for window in islice(coming, _WAITING - len(waiting)):
-            entry = (len(window), serial, window)
-            insort(waiting, entry)
-            arrivals.append(entry)
-            serial += 1
-
-    def oldest() -> int:
-        """Where in ``waiting`` the one is that came first."""
-        while True:
-            place = bisect_left(waiting, arrivals[0])
-            if place < len(waiting) and waiting[place] is arrivals[0]:
-                return place
-            arrivals.popleft()
-
-    # One entry for each placed piece: (document, first token, end, context tokens at its beginning, number within its row).
-    pieces: list[tuple[int, int, int, int, int]] = []
-    refill()
-    while waiting:
-        gap, number = row_tokens, 0
-        while gap and waiting:
-            # A serial number larger than any in use: how many have at most the gap's length.
-            if fitting := bisect_left(waiting, (gap, serial)):
-                # A row begins with the oldest, so none waits for ever and the seed decides; then the largest that fits.
-                _, _, window = waiting.pop(fitting - 1 if number else oldest())
-                length = len(window)
-                pieces.append((window.document, window.start, window.stop, window.context, number))
-                refill()
-            else:
-                # All that wait are longer than the gap. Cut the one whose beginning teaches most; equals: the shortest.
-                length = gap
-                candidate = max(range(min(len(waiting), _CUT_CANDIDATES)), key=lambda i: waiting[i][2].fresh(gap))
-                window = waiting[candidate][2]
-                pieces.append((window.document, window.start, window.start + length, window.context, number))
-                # Its length, hence its place among the waiting, stays: it comes again whole, or not if all is learnt.
-                window.context = max(window.context, length)
-                if not window.fresh(len(window)):
-                    waiting.pop(candidate)
-                    refill()
-            gap -= length
-            number += 1
-    return _assemble(documents, pieces, row_tokens, pad_id)
+    spans = Spans.of_masks([document.supervised for document in documents])
+    return _assemble(documents, plan_rows(spans, row_tokens, seed=seed, one_per_row=one_per_row), pad_id)
 
 
-def _assemble(
-    documents: Sequence[Document], pieces: list[tuple[int, int, int, int, int]], row_tokens: int, pad_id: int
-) -> PackedRows:
-    """Write the ``pieces`` into rows: one that is numbered 0 begins a row, others follow without a gap."""
-    if not pieces:
-        raise UserError("no document has a supervised token, so there is nothing to learn; check the data's responses")
-    table = np.array(pieces, dtype=np.int64)
-    lengths = table[:, 2] - table[:, 1]
+def _assemble(documents: Sequence[Document], plan: RowPlan, pad_id: int) -> PackedRows:
+    """Write the planned pieces into rows, all at once."""
+    lengths = plan.stop.astype(np.int64) - plan.start
     before = np.cumsum(lengths) - lengths
     positions = np.arange(lengths.sum()) - np.repeat(before, lengths)
-    row = np.cumsum(table[:, 4] == 0) - 1
-    rows = int(row[-1]) + 1
+    row = np.repeat(np.arange(len(plan)), np.diff(plan.first))
     # Where a piece begins: its row's beginning, and what stands before it there.
-    begin = row * row_tokens + before - before[table[:, 4] == 0][row]
+    begin = row * plan.row_tokens + before - before[plan.first[:-1]][row]
     places = np.repeat(begin, lengths) + positions
 
     def flat(dtype: type, fill: int, values: np.ndarray) -> np.ndarray:
-        out: np.ndarray = np.full(rows * row_tokens, fill, dtype=dtype)
+        out: np.ndarray = np.full(len(plan) * plan.row_tokens, fill, dtype=dtype)
         out[places] = values
-        return out.reshape(rows, row_tokens)
+        return out.reshape(len(plan), plan.row_tokens)
 
-    supervised = np.concatenate([documents[index].supervised[start:stop] for index, start, stop, _, _ in pieces])
+    pieces = list(zip(plan.documents.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True))
+    supervised = np.concatenate([documents[index].supervised[start:stop] for index, start, stop in pieces])
     return PackedRows(
-        input_ids=flat(np.int32, pad_id, np.concatenate([documents[i].input_ids[a:b] for i, a, b, _, _ in pieces])),
-        document_ids=flat(np.int32, -1, np.repeat(table[:, 4], lengths)),
+        input_ids=flat(np.int32, pad_id, np.concatenate([documents[i].input_ids[a:b] for i, a, b in pieces])),
+        document_ids=flat(np.int32, -1, np.repeat(np.arange(len(pieces)) - plan.first[:-1][row], lengths)),
         position_ids=flat(np.int32, 0, positions),
-        supervised=flat(np.bool_, False, supervised & (positions >= np.repeat(table[:, 3], lengths))),
+        supervised=flat(np.bool_, False, supervised & (positions >= np.repeat(plan.context, lengths))),
         pad_id=pad_id,
     )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_lit.attention.attend import Attend, ContextKV
+from dflash_lit.attention.attend import Attends, ContextKV
 from dflash_lit.blocks import slot_tokens
 from dflash_lit.decode.lattice import Lattice, greedy_path, make_lattice
 from dflash_lit.decode.proposer import Drafts, ProposingDrafter, Settled, one_block_attention, proposer_of
@@ -78,7 +78,7 @@ def until_end(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def draft_hidden(
-    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
+    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attends
 ) -> Tensor:
     """What the drafter makes of the block behind the anchors: hidden states [R, B-1, H] of slots 1..B-1.
 
@@ -94,7 +94,7 @@ def draft_hidden(
 
 
 def draft_logits(
-    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
+    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attends
 ) -> Tensor:
     """Logits [R, B-1, V] of slots 1..B-1, none of which knows another's token; parameters as of :func:`draft_hidden`."""
     return head_logits(ends, draft_hidden(drafter, ends, anchors, places, context, attend))
@@ -106,7 +106,7 @@ def head_logits(ends: TargetEnds, hidden: Tensor) -> Tensor:
 
 
 def draft_lattice(
-    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
+    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attends
 ) -> Lattice:
     """The candidates of slots 1..B-1, of a drafter with a path head; parameters as of :func:`draft_hidden`."""
     assert drafter.path_head is not None
@@ -115,7 +115,7 @@ def draft_lattice(
 
 
 def draft_chain(
-    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attend
+    drafter: Drafter, ends: TargetEnds, anchors: Tensor, places: Tensor, context: Sequence[ContextKV], attend: Attends
 ) -> Tensor:
     """The drafts of slots 1..B-1, int64 [R, B-1]: each the most probable, behind those before it if the drafter has a path head.
 
@@ -194,7 +194,7 @@ class ChainDraft:
         anchors: Tensor,
         places: Tensor,
         context: Sequence[ContextKV],
-        attend: Attend,
+        attend: Attends,
         stages: Timing,
     ) -> Drafts:
         with stages("draft"):

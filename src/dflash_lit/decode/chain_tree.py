@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dflash_lit.attention.attend import Attend, ContextKV
+from dflash_lit.attention.attend import Attends, ContextKV
 from dflash_lit.decode.chain import draft_chain
 from dflash_lit.decode.stages import Timing, untimed
 from dflash_lit.decode.tree import Tree
@@ -23,7 +23,7 @@ def draft_chain_tree(
     anchors: Tensor,
     places: Tensor,
     context: Sequence[ContextKV],
-    attend: Attend,
+    attend: Attends,
     budget: int,
     stages: Timing = untimed,
 ) -> Tree:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_lit.attention.attend import Attend, ContextKV
+from dflash_lit.attention.attend import Attend, Attends, ContextKV
 from dflash_lit.decode.stages import Timing
 from dflash_lit.decode.tree_cache import RowsCache
 from dflash_lit.drafter.config import DrafterConfig
@@ -60,7 +60,7 @@ class Draft(Protocol):
         anchors: Tensor,
         places: Tensor,
         context: Sequence[ContextKV],
-        attend: Attend,
+        attend: Attends,
         stages: Timing,
     ) -> Drafts:
         """See :func:`dflash_lit.decode.chain.draft_logits` for the arguments."""
@@ -98,20 +98,30 @@ class Proposer(Protocol):
         """What the target's choices, int64 [R, Q], make of the drafts: ``settle(drafts, chosen)``."""
 
 
-def one_block_attention(causal: bool, present: Tensor | None = None) -> Attend:
-    """Attention of a single block over a cached context, all of which it sees, or what is ``present``: bool [R, S]."""
+def one_block_attention(
+    causal: bool, present: Tensor | None = None, *, places: Tensor | None = None, window: int | None = None
+) -> Attend:
+    """Attention of a single block over a cached context, all of which it sees, or what is ``present``: bool [R, S].
+
+    With a ``window`` slot ``o`` sees the columns less than that before ``places + o``, int64 [R]: a column is a position.
+    """
 
     def attend(queries: Tensor, context: ContextKV, block: ContextKV) -> Tensor:
         keys = torch.cat([context[0], block[0]], dim=2)
         values = torch.cat([context[1], block[1]], dim=2)
         mask = None
-        if causal or present is not None:
+        if causal or present is not None or window is not None:
             size, total = queries.shape[2], keys.shape[2]
             mask = torch.ones(size, total, dtype=torch.bool, device=queries.device)
             if causal:
                 mask = mask.tril(total - size)
             if present is not None:
                 mask = mask & F.pad(present, (0, size), value=True)[:, None, None]
+            if window is not None:
+                assert places is not None
+                slots = places[:, None] + torch.arange(size, device=queries.device)
+                near = slots[..., None] - torch.arange(total - size, device=queries.device) < window
+                mask = mask & F.pad(near, (0, size), value=True)[:, None]
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
     return attend
@@ -139,7 +149,12 @@ class EagerProposer:
     def propose(self, draft: Draft, anchors: Tensor, stages: Timing) -> Drafts:
         cache = self._cache
         places = torch.tensor(cache.lengths, device=anchors.device)
-        attend = one_block_attention(self.drafter.config.causal, cache.present())
+        config, present = self.drafter.config, cache.present()
+        full = one_block_attention(config.causal, present)
+        attend: Attends = full
+        if config.slides:
+            sliding = one_block_attention(config.causal, present, places=places, window=config.sliding_window)
+            attend = config.each_layer(full, sliding)
         return draft(self.drafter, self.ends, anchors, places, cache.views(), attend, stages)
 
     def settle(self, settle: Settle, drafts: Drafts, chosen: Tensor) -> Settled:

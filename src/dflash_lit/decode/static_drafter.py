@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_lit.attention.attend import ContextKV
+from dflash_lit.attention.attend import Attends, ContextKV
 from dflash_lit.attention.compiled import compiled
 from dflash_lit.compilation.captured import Captured, CapturedStages, captures, on_device
 from dflash_lit.decode.proposer import Draft, Drafts, Proposer, Settle, Settled
@@ -38,13 +38,19 @@ class PlacedAttention:
         room: columns of the context.
         causal: whether a slot sees only slots up to its own.
         dtype: of the queries.
+        window: a slot sees only columns less than this before it, of sliding layers.
     """
 
-    def __init__(self, lengths: Tensor, block: int, room: int, causal: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, lengths: Tensor, block: int, room: int, causal: bool, dtype: torch.dtype, window: int | None = None
+    ) -> None:
         slots = torch.arange(block, device=lengths.device)
         self.places = lengths[:, None] + slots
         last = self.places if causal else self.places[:, -1:].expand(-1, block)
-        visible = torch.arange(room, device=lengths.device) <= last[..., None]
+        columns = torch.arange(room, device=lengths.device)
+        visible = columns <= last[..., None]
+        if window is not None:
+            visible = visible & (self.places[..., None] - columns < window)
         self.mask = torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
     def __call__(self, queries: Tensor, context: ContextKV, block: ContextKV) -> Tensor:
@@ -169,7 +175,10 @@ class _StaticProposer:
 
         def run(anchors: Tensor, lengths: Tensor, stages: Timing = untimed) -> Drafts:
             with stages("draft"):
-                attend = PlacedAttention(lengths, block, room, config.causal, static.drafter.fc.weight.dtype)
+                placed = partial(PlacedAttention, lengths, block, room, config.causal, static.drafter.fc.weight.dtype)
+                attend: Attends = placed()
+                if config.slides:
+                    attend = config.each_layer(placed(), placed(window=config.sliding_window))
             with static.graphs():
                 return draft(static.drafter, ends, anchors, lengths, pairs, attend, stages)
 

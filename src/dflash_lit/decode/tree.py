@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_lit.attention.attend import Attend, ContextKV
+from dflash_lit.attention.attend import Attends, ContextKV
 from dflash_lit.decode.chain import Decoded, DecodingTarget, Reader, choose, draft_lattice, draft_logits, until_end
 from dflash_lit.decode.lattice import Levels, grow_paths
 from dflash_lit.decode.proposer import Drafts, ProposingDrafter, Settled, proposer_of
@@ -182,7 +182,7 @@ def draft_tree(
     anchors: Tensor,
     places: Tensor,
     context: Sequence[ContextKV],
-    attend: Attend,
+    attend: Attends,
     budget: int,
     stages: Timing = untimed,
 ) -> Tree:
@@ -219,7 +219,7 @@ class TreeDraft:
         anchors: Tensor,
         places: Tensor,
         context: Sequence[ContextKV],
-        attend: Attend,
+        attend: Attends,
         stages: Timing,
     ) -> Drafts:
         tree = self.draft(drafter, ends, anchors, places, context, attend, self.budget, stages)

@@ -65,7 +65,12 @@ class CompiledDrafter:
         self._path = compiled(_path, backend=backend)
 
     def __call__(
-        self, features: Tensor, noise: Tensor, context_positions: Tensor, positions: Tensor, mask: BlockMask | DenseMask
+        self,
+        features: Tensor,
+        noise: Tensor,
+        context_positions: Tensor,
+        positions: Tensor,
+        mask: BlockMask | DenseMask | list[BlockMask] | list[DenseMask],
     ) -> Tensor:
         """Hidden states of slots 1..B-1 after the final norm, [R * A, B - 1, H].
 
@@ -73,7 +78,8 @@ class CompiledDrafter:
             features: [R, S, n_ids * H].
             noise: [R, A * B, H] embeddings of the blocks' slots.
             context_positions: int [R, S]; positions: int [R, A * B].
-            mask: of the batch's layout; a dense one is for CPUs, where flex_attention has no backward pass.
+            mask: of the batch's layout, one for each layer where some slide; a dense one is for CPUs, where flex_attention has no
+                backward pass.
         """
         # Outside the graphs: the frequencies move to the device when they are first used.
         angles = self.drafter.rotary(context_positions)
@@ -82,8 +88,9 @@ class CompiledDrafter:
         # The embeddings are frozen. Asking for their gradient all the same makes the first layer's graph that of the others.
         x = noise.detach().requires_grad_(torch.is_grad_enabled())
         options = kernel_options(x.dtype, self.drafter.config.head_dim, x.device)
-        for layer, cached in zip(self.drafter.layers, context, strict=True):
-            x = self._layer(layer, x, cos, sin, cached, mask, options)
+        masks = mask if isinstance(mask, list) else [mask] * len(self.drafter.layers)
+        for layer, cached, own in zip(self.drafter.layers, context, masks, strict=True):
+            x = self._layer(layer, x, cos, sin, cached, own, options)
         return self._end(self.drafter, x)
 
     def condition(self, hidden: Tensor, previous: Tensor) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_lit.errors import UserError
 
-__all__ = ["DrafterConfig", "feature_layers"]
+__all__ = ["FULL", "SLIDING", "DrafterConfig", "feature_layers"]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+Given = TypeVar("Given")
 
 
 def feature_layers(target_layers: int, count: int) -> tuple[int, ...]:
@@ -43,7 +46,9 @@ class DrafterConfig:
         mask_token_id: the reserved token in slots ``1..B-1``.
         target_layer_ids: target decoder layers whose outputs are the context features.
         num_target_layers: decoder layers of the target.
-        causal: whether slot ``o`` sees only slots ``<= o`` of its block.
+        causal: whether slot ``o`` sees only slots ``<= o`` of its block, in layers of both kinds.
+        layer_types: "full_attention" or "sliding_attention" of each layer, as in Transformers; empty: all are full.
+        sliding_window: a slot of a sliding layer sees the context tokens less than this before it; None without such layers.
         rope_parameters: as in Transformers 5: ``rope_type``, ``rope_theta`` and what the type needs.
         path_width: width of the head that conditions a slot on the draft tokens before it (:mod:`.path_head`); 0: there is none.
         path_candidates: tokens of each slot that draft paths are made of, with that head.
@@ -64,6 +69,8 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     causal: bool = False
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0})
     initializer_range: float = 0.02
     path_width: int = 0
@@ -72,6 +79,7 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
         heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", *heads):
             if getattr(self, name) < 1:
@@ -102,10 +110,35 @@ class DrafterConfig:
                 f"drafter.num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"drafter.num_key_value_heads={self.num_key_value_heads}"
             )
+        self._check_layer_types()
         if "rope_theta" not in self.rope_parameters:
             raise UserError("drafter.rope_parameters: rope_theta is missing; give the target's")
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim={self.head_dim}: rotary embedding needs an even number")
+
+    def _check_layer_types(self) -> None:
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise UserError(
+                f"drafter.layer_types: {len(self.layer_types)} kinds for {self.num_hidden_layers} layers; name one for each"
+            )
+        if unknown := set(self.layer_types) - {FULL, SLIDING}:
+            raise UserError(f"drafter.layer_types: {sorted(unknown)[0]!r} is no kind; choose {FULL} or {SLIDING}")
+        if self.slides and (self.sliding_window is None or self.sliding_window < self.block_size):
+            raise UserError(
+                f"drafter.sliding_window={self.sliding_window}: sliding layers need one of at least a block, {self.block_size} tokens"
+            )
+        if not self.slides and self.sliding_window is not None:
+            raise UserError(f"drafter.sliding_window={self.sliding_window}: no layer slides; name some in drafter.layer_types")
+
+    @property
+    def slides(self) -> bool:
+        """Whether any layer has a sliding window."""
+        return SLIDING in self.layer_types
+
+    def each_layer(self, full: Given, sliding: Given) -> list[Given]:
+        """What each layer uses: ``sliding`` those with a window, ``full`` the others."""
+        kinds = self.layer_types or (FULL,) * self.num_hidden_layers
+        return [sliding if kind == SLIDING else full for kind in kinds]
 
     @property
     def feature_size(self) -> int:
@@ -114,7 +147,7 @@ class DrafterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers only, so that a checkpoint holding it loads with ``weights_only=True``."""
-        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
+        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids), "layer_types": list(self.layer_types)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DrafterConfig:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash_lit.attention.attend import Attend, ContextKV
+from dflash_lit.attention.attend import Attend, Attends, ContextKV
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.path_head import PathHead
 from dflash_lit.drafter.rotary import Rotary, rotate
@@ -175,19 +175,22 @@ class Drafter(nn.Module):
         pairs = zip(projected[0::2], projected[1::2], strict=True)
         return [a.keys_values(keys, values, cos, sin) for a, (keys, values) in zip(attentions, pairs, strict=True)]
 
-    def draft(self, noise: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attend) -> Tensor:
+    def draft(self, noise: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attends) -> Tensor:
         """Hidden states [R, Q, H] (after the final norm) of the noise tokens.
 
         Args:
             noise: [R, Q, H] the target's embeddings of ``[anchor, MASK, ...]`` of each block.
             positions: int [R, Q]: position of the anchor plus the slot.
             context: what :meth:`context` returned, or a decoder's cache of it.
-            attend: attention with the mask of the caller's layout.
+            attend: attention with the mask of the caller's layout; one a layer where some slide.
         """
+        if not isinstance(attend, list):
+            assert not self.config.slides, "sliding layers need an attention of their own"
+            attend = [attend] * len(self.layers)
         cos, sin = self.rotary(positions)
         x = noise
-        for layer, cached in zip(self._layers, context, strict=True):
-            x = layer(x, cos, sin, cached, attend)
+        for layer, cached, own in zip(self._layers, context, attend, strict=True):
+            x = layer(x, cos, sin, cached, own)
         return self.norm(x)
 
     @property

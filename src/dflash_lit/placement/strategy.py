@@ -45,7 +45,12 @@ class LocalTarget:
         self.target, self.layer_ids, self.teacher = target, tuple(layer_ids), teacher
 
     def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with ``features`` [R, S, n_ids * H] and, for a teacher, ``last_hidden`` [R, S, H], in the target's dtype."""
+        """The batch with ``features`` [R, S, n_ids * H] and, for a teacher, ``last_hidden`` [R, S, H], in the target's dtype.
+
+        A batch that has them (``data.offline``) stays as it is.
+        """
+        if "features" in batch:
+            return batch
         rows = (batch["input_ids"], batch["document_ids"], batch["position_ids"])
         if not self.teacher:
             return {**batch, "features": self.target.features(*rows, self.layer_ids)}

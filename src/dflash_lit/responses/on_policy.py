@@ -23,7 +23,7 @@ from dflash_lit.data.documents import Document
 from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget
 
-__all__ = ["PolicyCheck", "check_policy", "token_surprise"]
+__all__ = ["PolicyCheck", "PolicyQuestion", "answer_policy", "check_policy", "token_surprise"]
 
 # Logits are made of so many positions at a time: at 150,000 entries 0.3 GiB in fp32, a few times.
 _POSITIONS = 512
@@ -102,6 +102,7 @@ def check_policy(
     temperature: float = 1.0,
     threshold: float = 0.1,
     row_tokens: int = 4096,
+    rows: int = 1,
     report: Callable[[], None] = lambda: None,
 ) -> PolicyCheck:
     """Compare the likelihood of supervised tokens with what it would be if the target had drawn them.
@@ -113,6 +114,7 @@ def check_policy(
         threshold: difference in nats a token up to which a text counts as the target's. Servers that compute in fewer bits are
             a few hundredths away from it; other models' text is by some tenths or more.
         row_tokens: a document's tokens after this many are left out.
+        rows: of a pass of compiled layers, so that those of a training that follows are the same; all but one are empty.
         report: called after each document.
 
     Raises:
@@ -132,7 +134,7 @@ def check_policy(
         if not len(places):
             report()
             continue
-        hidden = _last_hidden(target, ids, row_tokens)[torch.from_numpy(places - 1).to(target.device)]
+        hidden = _last_hidden(target, ids, row_tokens, rows)[torch.from_numpy(places - 1).to(target.device)]
         tokens = torch.from_numpy(ids[places]).to(target.device)
         sums = np.zeros(4)
         for start in range(0, len(places), _POSITIONS):
@@ -161,13 +163,35 @@ def check_policy(
     )
 
 
-def _last_hidden(target: FrozenTarget, ids: np.ndarray, row_tokens: int) -> Tensor:
+@dataclass(frozen=True)
+class PolicyQuestion:
+    """What :func:`answer_policy` is asked; see :func:`check_policy`."""
+
+    documents: Sequence[Document]
+    temperature: float
+    row_tokens: int
+    rows: int
+
+
+def answer_policy(target: FrozenTarget, question: PolicyQuestion) -> PolicyCheck:
+    """:func:`check_policy`, as a target in another process can be asked for it."""
+    return check_policy(
+        target,
+        question.documents,
+        temperature=question.temperature,
+        row_tokens=question.row_tokens,
+        rows=question.rows,
+    )
+
+
+def _last_hidden(target: FrozenTarget, ids: np.ndarray, row_tokens: int, rows: int) -> Tensor:
     """What the head reads, [S, H] with S at least the length of ``ids``."""
     # Compiled layers want one shape.
     length = -(-row_tokens // _TILE) * _TILE if target.compiled else len(ids)
-    row = torch.zeros(3, 1, length, dtype=torch.long)
+    row = torch.zeros(3, rows if target.compiled else 1, length, dtype=torch.long)
+    row[1] = -1
     row[0, 0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
-    row[1, 0, len(ids) :] = -1
+    row[1, 0, : len(ids)] = 0
     row[2, 0, : len(ids)] = torch.arange(len(ids))
     _, hidden = target.features_and_last_hidden(row[0], row[1], row[2], [0])
     return hidden[0]

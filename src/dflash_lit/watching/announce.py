@@ -29,7 +29,6 @@ def announcement(cfg: TrainConfig, plan: Plan, free: int | None) -> dict[str, st
         sizes, memory = None, f"not known before the weights are read ({error})"
     target = f"{_count(sizes.target_parameters)} parameters, " if sizes else ""
     ours = f"{_count(sizes.drafter_parameters)} parameters, " if sizes else ""
-    source = "the standard library" if data.prompts is None else data.prompts
     rows = data.rows_per_batch * plan.layout.drafter_world * trainer.accumulate_grad_batches
     tokens = rows * data.row_tokens
     layout = plan.layout
@@ -39,8 +38,8 @@ def announcement(cfg: TrainConfig, plan: Plan, free: int | None) -> dict[str, st
         "target": f"{plan.info.path}: {target}{str(plan.dtype).removeprefix('torch.')}",
         "drafter": f"{ours}{drafter.num_hidden_layers} layers, {cfg.drafter.anchors} blocks of {drafter.block_size} a row, "
         f"features of layers {', '.join(map(str, drafter.target_layer_ids))}",
-        "data": f"at most {data.train_prompts:,} prompts of {source}; responses of {data.response_tokens:,} tokens at "
-        f"T={data.temperature:g}; rows of {data.row_tokens:,}",
+        "data": f"{_source(cfg)}; rows of {data.row_tokens:,} tokens"
+        + ("; features written once, and read" if data.offline else ""),
         "placement": f"{cfg.placement.kind}: {place}{sides}{layout.drafter_world} drafter process"
         f"{'' if layout.drafter_world == 1 else 'es'} on {plan.device.type} ({plan.precision})",
         "memory": memory,
@@ -73,6 +72,14 @@ def _memory(expected: dict[str, dict[str, int]], free: int | None) -> str:
     # The estimate is rough: nine tenths, as of the doctor.
     short = "; TOO LITTLE, lower data.rows_per_batch or drafter.anchors" if max(totals.values()) > 0.9 * free else ""
     return f"{said} while training, of {gib(free)} free{short}"
+
+
+def _source(cfg: TrainConfig) -> str:
+    data = cfg.data
+    if data.kind == "chat":
+        return f"conversations of {data.path if isinstance(data.path, str) else ', '.join(map(str, data.path or ()))}"
+    source = "the standard library" if data.prompts is None else data.prompts
+    return f"at most {data.train_prompts:,} prompts of {source}, responses of {data.response_tokens:,} tokens at T={data.temperature:g}"
 
 
 def _recipe(cfg: TrainConfig) -> Recipe:

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dflash_lit.data.packing import PackedRows
+from dflash_lit.data.packing import PackedRows, Rows
 from dflash_lit.pictures import BLUE, GREEN, GREY, STYLE
 
 __all__ = ["draw_packing", "packing_pixels"]
@@ -26,11 +26,10 @@ def packing_pixels(rows: PackedRows) -> np.ndarray:
     return np.where(rows.document_ids[..., None] < 0, np.array(to_rgb(PADDING)), pixels)
 
 
-def draw_packing(rows: PackedRows, path: str | Path, *, most: int = 32) -> None:
+def draw_packing(rows: Rows, path: str | Path, *, most: int = 32) -> None:
     """Draw the first ``most`` rows to ``path``, a line a row, a column a token."""
     count = min(most, len(rows))
-    columns = {name: getattr(rows, name)[:count] for name in ("input_ids", "document_ids", "position_ids", "supervised")}
-    first = PackedRows(**columns)
+    first = rows.take(range(count))
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(9, 1.6 + 0.12 * count), layout="constrained")
         axes = figure.add_subplot(xlabel="token in the row", ylabel="row")

@@ -1,0 +1,216 @@
+"""Features written once and read in every epoch, and in every run with the same rows: for small data and a large target.
+
+What a target makes of a row is large: five layers of Qwen3-8B are 40 KiB a token. So the size is said first, and has a limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from dflash_lit.data.datamodule import EMPTY_ROW, RowDataset
+from dflash_lit.data.packing import Rows
+from dflash_lit.errors import UserError
+from dflash_lit.target.frozen import FrozenTarget
+
+__all__ = ["LocalSource", "StoredFeatures", "ensure_features", "offline_bytes", "offline_key", "write_features"]
+
+_META = "meta.json"
+# NumPy has no bfloat16: its bits are kept.
+_BITS: dict[torch.dtype, tuple[torch.dtype, str]] = {
+    torch.bfloat16: (torch.int16, "int16"),
+    torch.float16: (torch.int16, "int16"),
+    torch.float32: (torch.int32, "int32"),
+}
+_ROWS_HASHED = 64
+
+
+@dataclass(frozen=True)
+class StoredFeatures:
+    """Tensors of N rows in memory-mapped files, by the name that they have in a batch.
+
+    Attributes:
+        arrays: integers of the tensors' bits, [N, S, ...].
+        dtype: what they are bits of.
+    """
+
+    arrays: dict[str, np.ndarray]
+    dtype: torch.dtype
+
+    def take(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Tensors [R, S, ...] of the rows; zeros of ``EMPTY_ROW``."""
+        taken = {}
+        for name, array in self.arrays.items():
+            bits = np.zeros((len(rows), *array.shape[1:]), dtype=array.dtype)
+            for place, row in enumerate(rows):
+                if row != EMPTY_ROW:
+                    bits[place] = array[row]
+            taken[name] = torch.from_numpy(bits).view(self.dtype)
+        return taken
+
+    @classmethod
+    def open(cls, folder: Path) -> StoredFeatures:
+        """Those that :func:`write_features` has written.
+
+        Raises:
+            UserError: if they cannot be seen from here.
+        """
+        try:
+            meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"data.cache_dir: {folder} cannot be read ({error.strerror}); all hosts must see it") from error
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["names"]}
+        return cls(arrays, getattr(torch, meta["dtype"]))
+
+
+def offline_bytes(rows: int, row_tokens: int, widths: Sequence[int], dtype: torch.dtype) -> int:
+    """What tensors of these widths take for so many rows."""
+    return rows * row_tokens * sum(widths) * dtype.itemsize
+
+
+def offline_key(rows: Rows, target: str, layer_ids: Sequence[int], teacher: bool, dtype: torch.dtype) -> str:
+    """Names the features: a digest of everything that they depend on.
+
+    Args:
+        target: its fingerprint.
+        teacher: whether the last hidden states are among them.
+    """
+    digest = hashlib.sha256(json.dumps([target, list(layer_ids), teacher, str(dtype), len(rows), rows.row_tokens]).encode())
+    for start in range(0, len(rows), _ROWS_HASHED):
+        part = rows.take(range(start, min(start + _ROWS_HASHED, len(rows))))
+        for column in (part.input_ids, part.document_ids, part.position_ids):
+            digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()[:24]
+
+
+def write_features(
+    rows: Rows,
+    folder: Path,
+    with_features: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    *,
+    rows_per_batch: int,
+    report: Callable[[int], None] = lambda rows: None,
+) -> None:
+    """Write what ``with_features`` adds to batches of all rows; complete or not at all.
+
+    Args:
+        rows: whose features.
+        folder: to be made; its name is :func:`offline_key`.
+        with_features: of a placement whose target is in this process.
+        rows_per_batch: of the run, so that nothing has other shapes than in training.
+        report: told how many rows were written, after each batch.
+
+    Raises:
+        UserError: if the disk is full, or the folder cannot be made.
+    """
+    data = RowDataset(rows)
+    made: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        arrays: dict[str, np.ndarray] = {}
+        dtype = torch.float32
+        for start in range(0, len(rows), rows_per_batch):
+            chosen = range(start, min(start + rows_per_batch, len(rows)))
+            batch = data.batch(chosen, rows_per_batch)
+            full = with_features(batch)
+            for name in full.keys() - batch.keys():
+                value = full[name][: len(chosen)].cpu()
+                dtype = value.dtype
+                integer, bits = _BITS[dtype]
+                if name not in arrays:
+                    shape = (len(rows), *value.shape[1:])
+                    arrays[name] = np.lib.format.open_memmap(made / f"{name}.npy", mode="w+", dtype=bits, shape=shape)
+                arrays[name][start : start + len(chosen)] = value.contiguous().view(integer).numpy()
+            report(len(chosen))
+        names = sorted(arrays)
+        while arrays:  # flushed to the disk when they are let go
+            arrays.popitem()[1].flush()  # type: ignore[attr-defined]
+        meta = {"names": names, "dtype": str(dtype).removeprefix("torch.")}
+        (made / _META).write_text(json.dumps(meta), encoding="utf-8")
+        try:
+            os.replace(made, folder)
+        except OSError:
+            if not (folder / _META).is_file():  # else another run was faster
+                raise
+    except OSError as error:
+        raise UserError(f"data.offline: features cannot be written to {folder} ({error.strerror}); free some space") from error
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+class LocalSource(Protocol):
+    """A target in this process; see :class:`dflash_lit.placement.strategy.LocalTarget`."""
+
+    target: FrozenTarget
+    layer_ids: tuple[int, ...]
+    teacher: bool
+
+    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with its features."""
+
+
+def ensure_features(
+    sides: Sequence[Rows],
+    source: LocalSource,
+    place: Path,
+    *,
+    widths: Sequence[int],
+    limit_gib: float,
+    rows_per_batch: int,
+    console: Console,
+) -> list[Path]:
+    """A folder with the features of each side's rows, written now unless it is there.
+
+    Args:
+        sides: training and validation rows.
+        source: of the features.
+        place: where the folders are.
+        widths: of the tensors, in numbers a token.
+        limit_gib: how much may be written.
+        rows_per_batch: of the run.
+        console: told the size, then the progress.
+
+    Raises:
+        UserError: if they would be too large for the limit or the disk; nothing was written then.
+    """
+    target = source.target
+    folders = [place / offline_key(rows, target.fingerprint, source.layer_ids, source.teacher, target.dtype) for rows in sides]
+    missing = {folder: rows for folder, rows in zip(folders, sides, strict=True) if not (folder / _META).is_file()}
+    if not missing:
+        console.print(f"  offline features are in {place}", highlight=False)
+        return folders
+    size = sum(offline_bytes(len(rows), rows.row_tokens, widths, target.dtype) for rows in missing.values())
+    free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
+    if size > min(free, limit_gib * 2**30):
+        raise UserError(
+            f"data.offline: features of {sum(map(len, missing.values()))} rows take {size / 2**30:.2f} GiB, over "
+            f"data.offline_limit_gib={limit_gib:g} or the {free / 2**30:.1f} GiB that are free in {place}; use less data, or let the "
+            "target run in every epoch (data.offline=false)"
+        )
+    console.print(f"  offline features: {size / 2**30:.2f} GiB go to {place}", highlight=False)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("features", total=sum(map(len, missing.values())))
+        for folder, rows in missing.items():
+            write_features(
+                rows,
+                folder,
+                source.with_features,
+                rows_per_batch=rows_per_batch,
+                report=lambda count: progress.advance(task, count),
+            )
+    return folders

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+import dflash_lit.data.sources as sources_module
+import dflash_lit.data.store as store_module
+from dflash_lit.data.chat import ChatSettings
+from dflash_lit.data.datamodule import RowDataModule, RowDataset
+from dflash_lit.data.documents import Document
+from dflash_lit.data.packing import pack
+from dflash_lit.data.records import Columns
+from dflash_lit.data.row_plan import plan_rows
+from dflash_lit.data.store import DocumentStore, StoreSettings, build_store
+from dflash_lit.data.stored_rows import StoredRows, load_rows
+from dflash_lit.errors import UserError
+from tests.data.templates import CHATML, QWEN3, with_template
+
+ROOT = Path(__file__).parents[2]
+
+
+def tokens(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Records of tokens, most of a prompt and a response, some of several turns."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for _ in range(count):
+        length = int(np.clip(rng.lognormal(4.3, 1.0), 4, 2000))
+        mask = np.arange(length) >= rng.integers(1, length - 2)
+        if rng.random() < 0.3:
+            mask = np.repeat(rng.random(length) < 0.5, 5)[:length]
+            mask[-2:] = True
+        records.append({"input_ids": rng.integers(3, 500, length).tolist(), "loss_mask": mask.astype(int).tolist()})
+    return records
+
+
+def write(path: Path, records: Sequence[Any]) -> str:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return str(path)
+
+
+def build(path: str, tokenizer: Any, cache: Path, **settings: Any) -> tuple[DocumentStore, bool]:
+    return build_store(path, tokenizer, StoreSettings(**settings), cache, workers=1, progress=False)
+
+
+def content(store: DocumentStore) -> list[tuple[str, list[int], list[list[int]]]]:
+    return [(store.name(i), store.input_ids(i).tolist(), store.spans_of(i).tolist()) for i in range(len(store))]
+
+
+def test_what_is_stored_is_what_was_read(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "_SHARD_BYTES", 5000)
+    monkeypatch.setattr(store_module, "_BATCH_TOKENS", 500)
+    records = tokens(60)
+    path = write(tmp_path / "a.jsonl", records)
+    store, known = build(path, tokenizer, tmp_path)
+    assert not known
+    assert len(store) == store.skips.seen == 60
+    assert len(list(store.folder.glob("*.arrow"))) > 3
+    for number, record in enumerate(records):
+        assert store.name(number) == f"{path}:{number + 1}"
+        assert store.input_ids(number).tolist() == record["input_ids"]
+        mask = np.zeros(len(record["input_ids"]), dtype=int)
+        for start, stop in store.spans_of(number):
+            mask[start:stop] = 1
+        assert mask.tolist() == [0, *record["loss_mask"][1:]]
+    # Also readable by others, and a second time from the cache.
+    first = datasets.Dataset.from_file(str(store.folder / "000000.arrow"))
+    assert first[0]["input_ids"] == records[0]["input_ids"]
+    again, known = build(path, tokenizer, tmp_path)
+    assert known
+    assert content(again) == content(store)
+
+
+def test_the_key_covers_everything_that_matters(tmp_path: Path, tokenizer: Any) -> None:
+    own = with_template(tokenizer, CHATML)
+    path = write(tmp_path / "a.jsonl", tokens(5))
+    settings: list[tuple[Any, dict[str, Any]]] = [
+        (tokenizer, {}),
+        (own, {}),
+        (with_template(tokenizer, QWEN3), {}),
+        (own, {"chat": ChatSettings(thinking="on")}),
+        (own, {"chat": ChatSettings(template_arguments={"a": 1})}),
+        (own, {"chat": ChatSettings(mask_token_id=2)}),
+        (own, {"columns": Columns(text="words")}),
+    ]
+    folders = {build(path, used, tmp_path, **more)[0].folder for used, more in settings}
+    assert len(folders) == len(settings)
+    assert build(path, own, tmp_path, skip_limit=0.5)[1]  # does not change what is stored
+    write(tmp_path / "a.jsonl", tokens(6))
+    assert build(path, own, tmp_path)[0].folder not in folders
+
+
+def test_workers_write_the_same(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "_SHARD_BYTES", 5000)
+    path = write(tmp_path / "a.jsonl", [*tokens(40), "{", *tokens(40, 1)])
+    own = with_template(tokenizer, CHATML)
+    alone, _ = build(path, own, tmp_path / "alone", skip_limit=0.1)
+    several, known = build_store(path, own, StoreSettings(skip_limit=0.1), tmp_path / "several", workers=2, progress=False)
+    assert not known
+    assert content(several) == content(alone)
+    assert several.skips.broken == alone.skips.broken == {"broken JSON": 1}
+
+
+def test_a_worker_that_is_killed_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", tokens(3000))
+    script = f"""
+import os, signal, sys, threading, time
+import multiprocessing as mp
+from transformers import AutoTokenizer
+import dflash_lit.data.sources as sources, dflash_lit.data.store as store
+from dflash_lit.errors import UserError
+if __name__ == "__main__":
+    sources._SHARD_BYTES = 50_000
+    def kill():
+        while not mp.active_children(): time.sleep(0.01)
+        os.kill(mp.active_children()[0].pid, signal.SIGKILL)
+    threading.Thread(target=kill, daemon=True).start()
+    tokenizer = AutoTokenizer.from_pretrained({tokenizer.name_or_path!r})
+    try: store.build_store({path!r}, tokenizer, store.StoreSettings(), {str(tmp_path)!r}, workers=2, progress=False)
+    except UserError as error: print(error)
+"""
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.startswith("data.workers=2: one of the tokenising processes was ended from outside")
+
+
+def test_a_killed_store_goes_on_with_the_missing_parts(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is killed while it tokenises; the next one keeps its parts, and the result is that of one without a break."""
+    path = write(tmp_path / "a.jsonl", tokens(3000))
+    script = f"""
+import sys, time
+from transformers import AutoTokenizer
+import dflash_lit.data.sources as sources, dflash_lit.data.store as store
+sources._SHARD_BYTES = 50_000
+write = store._write_part
+def slow(*arguments):
+    write(*arguments); print("part", flush=True); time.sleep(0.05)
+store._write_part = slow
+tokenizer = AutoTokenizer.from_pretrained({tokenizer.name_or_path!r})
+store.build_store({path!r}, tokenizer, store.StoreSettings(), {str(tmp_path)!r}, workers=1, progress=False)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == "part\n"
+        os.kill(process.pid, signal.SIGKILL)
+    [partial] = tmp_path.glob("documents-*.partial")
+    written = {p.name: p.stat().st_mtime_ns for p in partial.glob("*.json")}
+    assert len(written) >= 3
+    monkeypatch.setattr(sources_module, "_SHARD_BYTES", 50_000)
+    store, _ = build(path, tokenizer, tmp_path)
+    assert {name: (store.folder / name).stat().st_mtime_ns for name in written} == written
+    assert not list(tmp_path.glob("*.partial"))
+    assert content(store) == content(build(path, tokenizer, tmp_path / "whole")[0])
+
+
+def test_duplicates_are_left_out_and_named(tmp_path: Path, tokenizer: Any) -> None:
+    own = with_template(tokenizer, QWEN3)
+
+    def talk(word: str, **more: Any) -> dict[str, Any]:
+        turns = [("user", word), ("assistant", f"{word} {word}"), ("user", "on"), ("assistant", word)]
+        return {"messages": [{"role": role, "content": text} for role, text in turns], **more}
+
+    records = [talk("a", id="1"), talk("b", id="1"), talk("c"), talk("c"), talk("a"), talk("d", id=2), talk("e", id="2")]
+    path = write(tmp_path / "a.jsonl", records)
+    with pytest.raises(UserError, match=r"data\.skip_limit=0\.01: 3 of 7 records .*2 x duplicate id; 1 x duplicate of another"):
+        build(path, own, tmp_path)
+    store, _ = build(path, own, tmp_path, skip_limit=0.5)
+    # Each conversation gives two documents here, both or none of which are kept.
+    lines = [store.name(i).rpartition(":")[2] for i in range(len(store))]
+    assert lines == [line for line in "1356" for _ in range(2)]
+    assert [str(r) for r in store.skips.examples["duplicate id"]] == [f"{path}:{i}: duplicate id" for i in (2, 7)]
+    assert store.points[0] == store.points[1] != store.points[2]
+    # The limit holds for what is there already, too.
+    with pytest.raises(UserError, match=r"data\.skip_limit=0\.1: 3 of 7"):
+        build(path, own, tmp_path, skip_limit=0.1)
+
+
+def test_too_many_broken_records_end_it_early(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "_SHARD_BYTES", 5000)
+    path = write(tmp_path / "a.jsonl", [record for i in range(3000) for record in (json.dumps({"text": f"word {i}"}), "{")])
+    with pytest.raises(UserError, match="x broken JSON") as caught:
+        build(path, tokenizer, tmp_path)
+    [partial] = tmp_path.glob("*.partial")
+    assert len(list(partial.glob("*.json"))) < 20
+    assert f"{path}:2: broken JSON" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lines", [[], ['{"prompt": "a"}'], ["", ""]])
+def test_no_document_is_an_error(tmp_path: Path, tokenizer: Any, lines: list[str]) -> None:
+    with pytest.raises(UserError, match=r"data\.path: none of"):
+        build(write(tmp_path / "a.jsonl", lines), tokenizer, tmp_path)
+
+
+def test_settings_are_checked(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"data\.skip_limit=2"):
+        StoreSettings(skip_limit=2)
+    with pytest.raises(UserError, match=r"data\.workers=0"):
+        build_store("x", tokenizer, StoreSettings(), tmp_path, workers=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data\.cache_dir"):
+        build(write(tmp_path / "a.jsonl", tokens(3)), tokenizer, tmp_path / "file")
+
+
+# -------------------------------------------------------------------------------------------------------------------- rows
+
+
+def stored(folder: Path, tokenizer: Any, count: int = 160, seed: int = 0, **how: Any) -> tuple[StoredRows, list[Document]]:
+    """Rows of every second document of a store, and these documents."""
+    store, _ = build(write(folder / f"{seed}.jsonl", tokens(count, seed)), tokenizer, folder)
+    chosen = np.arange(0, len(store), 2)
+    documents = []
+    for number in chosen.tolist():
+        mask = np.zeros(store.lengths[number], dtype=np.bool_)
+        for start, stop in store.spans_of(number):
+            mask[start:stop] = True
+        documents.append(Document(store.input_ids(number), mask, store.name(number)))
+    plan = plan_rows(store.supervision.take(chosen), 256, seed=seed, **how)
+    return StoredRows(store, plan, chosen, pad_id=1), documents
+
+
+@pytest.mark.parametrize("one_per_row", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_a_store_are_those_of_its_documents(tmp_path: Path, tokenizer: Any, seed: int, one_per_row: bool) -> None:
+    """The twin: :func:`pack` with everything in memory. Prompts, windows and repeated beginnings included."""
+    rows, documents = stored(tmp_path, tokenizer, seed=seed, one_per_row=one_per_row)
+    assert max(map(len, documents)) > 256
+    expected = pack(documents, 256, seed=seed, pad_id=1, one_per_row=one_per_row)
+    assert len(rows) == len(expected)
+    assert rows.efficiency == pytest.approx(expected.efficiency)
+    order = np.random.default_rng(0).permutation(len(rows)).tolist()
+    for name in ("input_ids", "document_ids", "position_ids", "supervised"):
+        assert np.array_equal(getattr(rows.take(order), name), getattr(expected, name)[order]), name
+    batches = [RowDataset(source).batch([3, 0], 4) for source in (rows, expected)]
+    assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
+
+
+def test_saved_rows_are_the_same_elsewhere(tmp_path: Path, tokenizer: Any) -> None:
+    rows, documents = stored(tmp_path, tokenizer)
+    rows.save(tmp_path / "rows")
+    again = load_rows(tmp_path / "rows")
+    assert isinstance(again, StoredRows)
+    assert np.array_equal(again.take([1, 2]).input_ids, rows.take([1, 2]).input_ids)
+    assert np.array_equal(again.take([1, 2]).supervised, rows.take([1, 2]).supervised)
+    assert again.pad_id == 1
+    rows.store.folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"data\.cache_dir"):
+        load_rows(tmp_path / "rows")
+    held = pack(documents, 256, seed=0, pad_id=1)
+    held.save(tmp_path / "held")
+    assert np.array_equal(load_rows(tmp_path / "held").take([1]).input_ids, held.take([1]).input_ids)
+
+
+def test_an_epoch_goes_on_with_the_same_next_row(tmp_path: Path, tokenizer: Any) -> None:
+    """In another process's place: the store opened anew, the plan made anew."""
+    first = RowDataModule(stored(tmp_path, tokenizer)[0], stored(tmp_path, tokenizer)[0], 2, seed=3).train_dataloader()
+    first.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    state = first.state_dict()
+    second = RowDataModule(stored(tmp_path, tokenizer)[0], stored(tmp_path, tokenizer)[0], 2, seed=3).train_dataloader()
+    second.load_state_dict(state)
+    rest, resumed = list(batches), list(second)
+    assert len(rest) == len(resumed) > 3
+    for expected, got in zip(rest, resumed, strict=True):
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+    other = RowDataModule(stored(tmp_path, tokenizer, 130)[0], stored(tmp_path, tokenizer)[0], 2, seed=3).train_dataloader()
+    with pytest.raises(UserError, match="saved inside an epoch"):
+        other.load_state_dict(state)
+
+
+def test_a_large_store_opens_at_once(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        [{"input_ids": [3, 4 + i % 400, i % 7 + 3], "loss_mask": [0, 1, 1], "id": i} for i in range(20_000)],
+    )
+    build(path, tokenizer, tmp_path)
+    began = time.perf_counter()
+    store, known = build(path, tokenizer, tmp_path)
+    assert known
+    assert len(store) == 20_000
+    assert time.perf_counter() - began < 1
