@@ -157,7 +157,8 @@ def test_a_search_gives_up_what_is_behind_and_goes_on_where_it_was_stopped(shelf
     assert [trial.params["optimizer.lr"] for trial in found] == ["0.02", "0.02", "1e-12"]
     assert "sweep: 1 done, 1 pruned, 1 stopped" in done.stderr
     behind = read_outcomes(folder)[2]
-    assert behind.step in (2, 3)  # of 4: at the first neither had learnt anything
+    assert behind.step is not None
+    assert behind.step < 4
     assert not (folder / "2" / "summary.json").exists()  # it was not decoded
     assert not (folder / "2" / "drafter").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,15 +23,18 @@ def said(*overrides: str, free: int | None = 8 * GIB) -> dict[str, str]:
     return announcement(configured(*overrides), planned(*overrides), free)
 
 
-def test_model_data_placement_steps() -> None:
+def test_model_data_placement_steps(tmp_path: Path) -> None:
     lines = said("trainer.accumulate_grad_batches=2", "trainer.max_steps=1000")
     assert lines["target"] == "embedded: 4.9 M parameters, float32"
     assert lines["drafter"].startswith("1.2 M parameters, 2 layers, 32 blocks of 8 a row, features of layers 1, 2, 3")
     assert lines["data"] == (
         "at most 640 prompts of the standard library, responses of 208 tokens at T=0.7; rows of 256 tokens"
     )
-    chats = said("data=chat", "data.path=[a.jsonl,b.parquet]", "data.row_tokens=256", "data.offline=true", *SHORT)["data"]
-    assert chats == "conversations of a.jsonl, b.parquet; rows of 256 tokens; features written once, and read"
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        file.touch()
+    chats = said("data=chat", f"data.path=[{files[0]},{files[1]}]", "data.row_tokens=256", "data.offline=true", *SHORT)["data"]
+    assert chats == f"conversations of {files[0]}, {files[1]}; rows of 256 tokens; features written once, and read"
     assert lines["placement"] == "colocated: 1 drafter process on cpu (32-true)"
     assert lines["steps"] == "1,000 of 8 rows, 2,048 tokens (2.0 M in all); validation every 200"
 
