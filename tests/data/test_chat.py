@@ -209,7 +209,16 @@ def test_a_tokenizer_that_adds_a_space_to_beginnings() -> None:
     assert own.convert_ids_to_tokens(document.input_ids[start:stop]) == ["▁", "y", "e", "s", "</s>"]
 
 
-@pytest.mark.parametrize(("field", "value"), [("thinking", "perhaps"), ("thinking_argument", "a b")])
-def test_settings_are_checked(field: str, value: str) -> None:
-    with pytest.raises(UserError, match=rf"data\.{field}="):
-        ChatSettings(**{field: value})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("thinking", "perhaps"),
+        ("thinking_argument", "a b"),
+        ("thinking_argument", "tools"),
+        ("template_arguments", {"add_generation_prompt": True}),
+        ("template_arguments", {"messages": []}),
+    ],
+)
+def test_settings_are_checked(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"data\.{field}[=:]"):
+        ChatSettings(**{field: value})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def line(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 DIRTY: list[tuple[bytes, str]] = [
     (line(GOOD), ""),
     (b'{"messages": [', "broken JSON"),
@@ -77,6 +82,11 @@ DIRTY: list[tuple[bytes, str]] = [
     (line({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}), "wrong type"),
     (line({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}), "broken JSON"),
     (line({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]}), "wrong type"),
+    (line({"messages": [calling('{"a": "\\ud800"}')]}), "half a character"),
+    (line({"messages": [calling('{"a": "\\u0000"}')]}), "NUL character"),
+    (line({"messages": [calling('{"a": ' + "[" * 99 + "]" * 99 + "}")]}), "wrong type"),
+    (line({**GOOD, "tools": '[{"name": "\\ud800"}]'}), "half a character"),
+    (line({"id": "\ud800", "input_ids": [1, 2], "loss_mask": [0, 1]}), "half a character"),
     (line({**GOOD, "tools": 5}), "wrong type"),
     (line({**GOOD, "id": [1]}), "wrong type"),
     (line({**GOOD, "finish_reason": 1}), "wrong type"),
@@ -175,9 +185,45 @@ def test_paths_that_name_nothing_say_so(tmp_path: Path, monkeypatch: pytest.Monk
         find_sources(str(tmp_path / "sets"), split="test")
     with pytest.raises(UserError, match="neither a file nor a data set"):
         find_sources("no-such-owner/no-such-data")
-    for nothing in ("", "a\0b", []):
+    for nothing in ("", "a\0b", [], 5, True, None, "~no-such-user/a.jsonl"):
         with pytest.raises(UserError, match=r"data\.path"):
-            find_sources(nothing)
+            find_sources(nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        (pyarrow.timestamp("us"), 2**62, "wrong type"),
+        (pyarrow.date32(), 2**30, "wrong type"),
+        (pyarrow.duration("s"), 2**62, "wrong type"),
+        (pyarrow.string(), b"\xff", "not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("of", ["parquet", "dataset"])
+def test_a_value_that_python_does_not_have_costs_its_row_only(
+    tmp_path: Path, kind: pyarrow.DataType, value: Any, reason: str, of: str
+) -> None:
+    values = [None, value, None]
+    column = pyarrow.array(values, pyarrow.binary()).view(kind) if isinstance(value, bytes) else pyarrow.array(values, kind)
+    table = pyarrow.table({"text": ["first", "second", "third"], "id": column})
+    if of == "parquet":
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    else:
+        datasets.Dataset(table).save_to_disk(str(tmp_path / "a.parquet"))
+    found = [record.reason if isinstance(record, Skip) else record.text for _, record in read(tmp_path / "a.parquet")]
+    assert found == ["first", reason, "third"]
+
+
+def test_records_of_no_known_column_are_counted(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"x": [1, 2, 3]}).save_to_disk(str(tmp_path / "set"))
+    assert [record.reason for _, record in read(tmp_path / "set") if isinstance(record, Skip)] == ["none of the columns"] * 3
+
+
+def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl"))
+    path.write_bytes(line(GOOD))
+    [(where, _)] = read(path)
+    assert where.encode().endswith(b"/\\udcff.jsonl:1")
 
 
 def test_a_damaged_archive_is_named(tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ from dflash_lit.errors import UserError
 __all__ = ["ChatSettings", "ChatTokenizer", "Tokens", "has_reasoning"]
 
 THINKING = ("on", "off", "mixed")
+# Arguments of a template, or of what renders it, that are not for the settings to say.
+_TAKEN = (
+    *("messages", "tools", "add_generation_prompt", "conversations", "documents", "chat_template"),
+    *("return_assistant_tokens_mask", "continue_final_message"),
+)
 
 # Words that no conversation contains, unless it was rendered by a chat template already.
 _MARKUP = (
@@ -63,6 +68,9 @@ class ChatSettings:
             raise UserError(f"data.thinking={self.thinking!r}: choose {', '.join(THINKING)} or null")
         if not self.thinking_argument.isidentifier():
             raise UserError(f"data.thinking_argument={self.thinking_argument!r}: is no name of a template's argument")
+        for field_, names in (("thinking_argument", [self.thinking_argument]), ("template_arguments", self.template_arguments)):
+            if taken := sorted(set(names) & set(_TAKEN)):
+                raise UserError(f"data.{field_}: {taken[0]!r} is what each conversation gives the template; take it out")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

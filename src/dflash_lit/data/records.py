@@ -103,6 +103,7 @@ def check_record(value: Any, columns: Columns, where: str) -> Record:
     if name is not None and not isinstance(name, str | int):
         raise Skip("wrong type", f"{columns.id} is {_kind(name)}, not a text or a number")
     name = None if name is None else str(name)
+    _check_texts(name)
     if columns.input_ids in value:
         ids, mask = _tokens(value, columns)
         return Record(where, name, input_ids=ids, loss_mask=mask)
@@ -145,9 +146,13 @@ def _kind(value: Any) -> str:
 
 def _json(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Skip("broken JSON", f"in {place}: {str(error)[:80]}") from error
+    # Escapes hide from the look at the record what they stand for.
+    _without_nulls(value)
+    _check_texts(value)
+    return value
 
 
 def _tokens(value: dict[str, Any], columns: Columns) -> tuple[np.ndarray, np.ndarray]:
@@ -217,9 +222,7 @@ def _check_text(text: Any, name: str) -> None:
 
 def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
     if isinstance(messages, str):
-        messages = _json(messages, column)
-        _check_texts(messages)
-        messages = _without_nulls(messages)
+        messages = _without_nulls(_json(messages, column))
     if not isinstance(messages, list):
         raise Skip("wrong type", f"{column} is {_kind(messages)}, not a list")
     if not messages:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
@@ -76,6 +76,8 @@ def find_sources(paths: str | Sequence[str], *, split: str = "train") -> list[So
     Raises:
         UserError: for a path that names nothing readable.
     """
+    if not isinstance(paths, str) and not isinstance(paths, Iterable):
+        raise UserError(f"data.path={paths!r}: is no path; give a file, a folder, a glob or the name of a data set")
     found: list[Source] = []
     for path in [paths] if isinstance(paths, str) else paths:
         if not isinstance(path, str) or not path or "\0" in path:
@@ -87,7 +89,10 @@ def find_sources(paths: str | Sequence[str], *, split: str = "train") -> list[So
 
 
 def _find(path: str, split: str) -> list[Source]:
-    place = Path(path).expanduser()
+    try:
+        place = Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"data.path={path!r}: that user has no home folder") from error
     try:
         if place.is_file():
             return [_file(place, path)]
@@ -215,17 +220,49 @@ def read_shard(shard: Shard, columns: Columns) -> Iterator[tuple[str, Any]]:
             yield from _read_parquet(shard, columns)
         else:
             kept = [name for name in columns.names() if name in source.data.column_names]
+            if not kept:
+                for row in range(shard.first + 1, shard.stop + 1):
+                    yield f"{_named(source)}[{row}]", {}
+                return
             rows = source.data.select_columns(kept)
             for first in range(shard.first, shard.stop, 256):
-                for row, value in enumerate(rows.select(range(first, min(first + 256, shard.stop))).to_list(), first + 1):
-                    yield f"{source.path}[{row}]", value
+                count = min(256, shard.stop - first)
+                found = _values(count, lambda a, n, first=first: rows.select(range(first + a, first + a + n)).to_list())
+                for row, value in enumerate(found, first + 1):
+                    yield f"{_named(source)}[{row}]", value
     # A pyarrow.ArrowInvalid is a ValueError, too; nothing else here raises one.
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise UserError(f"{source.path}: cannot be read ({' '.join(str(error).split())[:200]})") from error
 
 
+def _named(source: Source) -> str:
+    """The path as text: names of files are bytes, and need not be UTF-8."""
+    return source.path.encode("utf-8", "backslashreplace").decode()
+
+
+def _values(count: int, read: Callable[[int, int], list[Any]]) -> Iterator[Any]:
+    """Rows as Python's values; a :class:`Skip` for each that has none, such as a date beyond Python's or broken UTF-8.
+
+    Args:
+        read: so many rows from a first one on.
+    """
+    try:
+        yield from read(0, count)
+        return
+    except (ValueError, OverflowError, pyarrow.ArrowException):
+        pass
+    for row in range(count):
+        try:
+            (value,) = read(row, 1)
+        except UnicodeDecodeError as error:
+            value = Skip("not UTF-8", f"byte {error.start + 1}")
+        except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+            value = Skip("wrong type", " ".join(str(error).split())[:80])
+        yield value
+
+
 def _read_lines(shard: Shard) -> Iterator[tuple[str, Any]]:
-    path = shard.source.path
+    path, named = shard.source.path, _named(shard.source)
     opened = gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # noqa: SIM115
     with cast(BinaryIO, opened) as file:
         if shard.first:
@@ -237,9 +274,9 @@ def _read_lines(shard: Shard) -> Iterator[tuple[str, Any]]:
             while tail != b"\n" and (piece := file.readline(2**20)):
                 size, tail = size + len(piece), piece[-1:]
             if size > LONGEST:
-                yield f"{path}:{number}", Skip("too long", f"a line of {size / 1e6:.1f} MB")
+                yield f"{named}:{number}", Skip("too long", f"a line of {size / 1e6:.1f} MB")
             elif line.strip():
-                yield f"{path}:{number}", _parsed(line, first=number == 1)
+                yield f"{named}:{number}", _parsed(line, first=number == 1)
             place, number = place + size, number + 1
 
 
@@ -261,9 +298,10 @@ def _read_parquet(shard: Shard, columns: Columns) -> Iterator[tuple[str, Any]]:
         row = shard.line
         if not kept:
             for row in range(shard.line, shard.line + shard.stop):
-                yield f"{shard.source.path}[{row}]", {}
+                yield f"{_named(shard.source)}[{row}]", {}
             return
         for batch in file.iter_batches(256, row_groups=[shard.group], columns=kept):
-            for number, value in enumerate(batch.to_pylist(), row):
-                yield f"{shard.source.path}[{number}]", value
+            found = _values(batch.num_rows, lambda a, n, batch=batch: batch.slice(a, n).to_pylist())
+            for number, value in enumerate(found, row):
+                yield f"{_named(shard.source)}[{number}]", value
             row += batch.num_rows
