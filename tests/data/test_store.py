@@ -189,6 +189,16 @@ def test_duplicates_are_left_out_and_named(tmp_path: Path, tokenizer: Any) -> No
         build(path, own, tmp_path, skip_limit=0.1)
 
 
+def test_all_answers_to_one_prompt_have_one_point(tmp_path: Path, tokenizer: Any) -> None:
+    answers = [{"prompt": prompt, "response": f"{i} is what I say"} for prompt in ("hello", "hallo " * 40) for i in range(4)]
+    texts = [{"text": f"{i} hello, this is a text of its own"} for i in range(4)]
+    store, _ = build(write(tmp_path / "a.jsonl", answers + texts), tokenizer, tmp_path)
+    points = store.points.tolist()
+    assert len(points) == 12
+    assert len(set(points[:4])) == len(set(points[4:8])) == 1
+    assert len(set(points)) == 2 + 4
+
+
 def test_too_many_broken_records_end_it_early(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "_SHARD_BYTES", 5000)
     path = write(tmp_path / "a.jsonl", [record for i in range(3000) for record in (json.dumps({"text": f"word {i}"}), "{")])

@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -226,9 +227,8 @@ def read_shard(shard: Shard, columns: Columns) -> Iterator[tuple[str, Any]]:
                 return
             rows = source.data.select_columns(kept)
             for first in range(shard.first, shard.stop, 256):
-                count = min(256, shard.stop - first)
-                found = _values(count, lambda a, n, first=first: rows.select(range(first + a, first + a + n)).to_list())
-                for row, value in enumerate(found, first + 1):
+                part = rows.select(range(first, min(first + 256, shard.stop)))
+                for row, value in enumerate(_values(len(part), partial(_of_dataset, part)), first + 1):
                     yield f"{_named(source)}[{row}]", value
     # A pyarrow.ArrowInvalid is a ValueError, too; nothing else here raises one.
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
@@ -259,6 +259,16 @@ def _values(count: int, read: Callable[[int, int], list[Any]]) -> Iterator[Any]:
         except (ValueError, OverflowError, pyarrow.ArrowException) as error:
             value = Skip("wrong type", " ".join(str(error).split())[:80])
         yield value
+
+
+def _of_dataset(rows: Any, first: int, count: int) -> list[Any]:
+    values: list[Any] = rows.select(range(first, first + count)).to_list()
+    return values
+
+
+def _of_batch(batch: pyarrow.RecordBatch, first: int, count: int) -> list[Any]:
+    values: list[Any] = batch.slice(first, count).to_pylist()
+    return values
 
 
 def _read_lines(shard: Shard) -> Iterator[tuple[str, Any]]:
@@ -301,7 +311,6 @@ def _read_parquet(shard: Shard, columns: Columns) -> Iterator[tuple[str, Any]]:
                 yield f"{_named(shard.source)}[{row}]", {}
             return
         for batch in file.iter_batches(256, row_groups=[shard.group], columns=kept):
-            found = _values(batch.num_rows, lambda a, n, batch=batch: batch.slice(a, n).to_pylist())
-            for number, value in enumerate(found, row):
+            for number, value in enumerate(_values(batch.num_rows, partial(_of_batch, batch)), row):
                 yield f"{_named(shard.source)}[{number}]", value
             row += batch.num_rows

@@ -35,12 +35,12 @@ from dflash_lit.errors import UserError
 __all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
 # Part of the key: raise it whenever the meaning of a stored file changes.
-_FORMAT = 1
+_FORMAT = 2
 # Tokens of a record batch: Arrow's offsets have 32 bits.
 _BATCH_TOKENS = 2**22
 # Fewer parts than this are not worth starting processes for, which import everything anew.
 _FEW_PARTS = 4
-# Tokens that decide on which side a document is, at least: those of the prompt.
+# Tokens that decide on which side a document without a prompt is.
 _POINT_TOKENS = 32
 
 SCHEMA = pyarrow.schema(
@@ -86,7 +86,8 @@ class DocumentStore:
     Attributes:
         folder: where it is.
         lengths: int32 [D]; offsets: int64 [D + 1] and spans: int32 [K, 2], see :class:`~dflash_lit.data.row_plan.Spans`.
-        points: float64 [D] in [0, 1), a hash of the prompt; documents of one conversation have the same.
+        points: float64 [D] in [0, 1), a hash of the tokens before the first supervised one (of the first 32 tokens, if there is
+            at most one); documents of one conversation have the same.
         skips: what was not taken.
     """
 
@@ -333,7 +334,9 @@ def _add(rows: dict[str, list[Any]], record: Record, documents: Sequence[Tokens]
     named = record.id is not None
     content = str(record.id).encode() if named else b"".join(document.input_ids.tobytes() for document in documents)
     first = documents[0]
-    prompt = first.input_ids[: max(int(first.spans[0, 0]), _POINT_TOKENS)]
+    start = int(first.spans[0, 0])
+    # All answers to one prompt have one point, however short it is. The first token of a text is its whole "prompt".
+    prompt = first.input_ids[: start if start > 1 else _POINT_TOKENS]
     key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
     point = int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=6).digest(), "little") / 2**48
     for document in documents:
