@@ -18,7 +18,7 @@ import torch
 import dflash_lit.data.sources as sources_module
 import dflash_lit.data.store as store_module
 from dflash_lit.data.chat import ChatSettings
-from dflash_lit.data.datamodule import RowDataModule, RowDataset
+from dflash_lit.data.datamodule import RowDataModule, RowDataset, RowLoader
 from dflash_lit.data.documents import Document
 from dflash_lit.data.packing import pack
 from dflash_lit.data.records import Columns
@@ -267,12 +267,14 @@ def test_saved_rows_are_the_same_elsewhere(tmp_path: Path, tokenizer: Any) -> No
     assert np.array_equal(again.take([1, 2]).input_ids, rows.take([1, 2]).input_ids)
     assert np.array_equal(again.take([1, 2]).supervised, rows.take([1, 2]).supervised)
     assert again.pad_id == 1
+    assert again.digest() == rows.digest()
     rows.store.folder.rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"data\.cache_dir"):
         load_rows(tmp_path / "rows")
     held = pack(documents, 256, seed=0, pad_id=1)
     held.save(tmp_path / "held")
     assert np.array_equal(load_rows(tmp_path / "held").take([1]).input_ids, held.take([1]).input_ids)
+    assert load_rows(tmp_path / "held").digest() == held.digest() != held.take([1]).digest()
 
 
 def test_an_epoch_goes_on_with_the_same_next_row(tmp_path: Path, tokenizer: Any) -> None:
@@ -292,6 +294,24 @@ def test_an_epoch_goes_on_with_the_same_next_row(tmp_path: Path, tokenizer: Any)
     other = RowDataModule(stored(tmp_path, tokenizer, 130)[0], stored(tmp_path, tokenizer)[0], 2, seed=3).train_dataloader()
     with pytest.raises(UserError, match="saved inside an epoch"):
         other.load_state_dict(state)
+
+
+def test_other_data_of_as_many_rows_are_refused_and_the_same_data_elsewhere_are_not(tmp_path: Path, tokenizer: Any) -> None:
+    def loader(folder: str, records: list[dict[str, Any]]) -> RowLoader:
+        (tmp_path / folder).mkdir()
+        store, _ = build(write(tmp_path / folder / "a.jsonl", records), tokenizer, tmp_path / folder)
+        plan = plan_rows(store.supervision, 256, seed=0)
+        rows = StoredRows(store, plan, np.arange(len(store)))
+        return RowDataModule(rows, rows, 2, seed=3).train_dataloader()
+
+    records = tokens(60)
+    first = loader("a", records)
+    next(iter(first))
+    state = first.state_dict()
+    loader("b", records).load_state_dict(state)
+    other = [{**record, "input_ids": [499, *record["input_ids"][1:]]} for record in records]
+    with pytest.raises(UserError, match=r"saved inside an epoch.* .content "):
+        loader("c", other).load_state_dict(state)
 
 
 def test_a_large_store_opens_at_once(tmp_path: Path, tokenizer: Any) -> None:
