@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,23 @@ store.build_store({path!r}, tokenizer, store.StoreSettings(), {str(tmp_path)!r},
     assert {name: (store.folder / name).stat().st_mtime_ns for name in written} == written
     assert not list(tmp_path.glob("*.partial"))
     assert content(store) == content(build(path, tokenizer, tmp_path / "whole")[0])
+
+
+def test_two_runs_that_tokenise_the_same_at_once(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits for the other, and finds its store."""
+    monkeypatch.setattr(sources_module, "_SHARD_BYTES", 5000)
+    path = write(tmp_path / "a.jsonl", tokens(200))
+    began = threading.Barrier(3)
+
+    def run(_: int) -> tuple[DocumentStore, bool]:
+        began.wait()
+        return build(path, tokenizer, tmp_path / "cache")
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(run, range(3)))
+    assert sorted(known for _, known in found) == [False, True, True]
+    assert [store.name for store in (tmp_path / "cache").iterdir()] == [found[0][0].folder.name]
+    assert all(content(store) == content(found[0][0]) for store, _ in found)
 
 
 def test_duplicates_are_left_out_and_named(tmp_path: Path, tokenizer: Any) -> None:

@@ -100,7 +100,7 @@ class PackedRows:
         """Names the content."""
         digest = hashlib.blake2b(digest_size=12)
         for name in _COLUMNS:
-            digest.update(np.ascontiguousarray(getattr(self, name)))
+            digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return digest.hexdigest()
 
     def save(self, folder: Path) -> None:

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lit.data.chat import ChatSettings, ChatTokenizer, Tokens
+from dflash_lit.data.held import held
 from dflash_lit.data.records import Columns, Record, check_record
 from dflash_lit.data.row_plan import Spans
 from dflash_lit.data.skips import Skip, SkipRecord, Skips
@@ -170,24 +171,24 @@ def build_store(
         raise UserError(f"data.workers={workers}: must be at least 1")
     sources = find_sources(paths, split=settings.split)
     folder = Path(cache_dir) / f"documents-{fingerprint(sources, tokenizer, settings)[:32]}"
-    if (folder / "meta.json").is_file():
-        store = DocumentStore(folder)
-        store.skips.check(settings.skip_limit)  # the limit is no part of the key
-        return store, True
     partial = folder.with_name(f"{folder.name}.partial")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        skips = _tokenise(list(shards(sources)), tokenizer, settings, partial, workers, progress)
-        write_index(partial, skips, settings.skip_limit)
-        try:
-            partial.rename(folder)
-        except OSError:  # another process was faster
-            if not (folder / "meta.json").is_file():
-                raise
-            shutil.rmtree(partial, ignore_errors=True)
+        while not (folder / "meta.json").is_file():
+            with held(partial) as ours:
+                if not ours:  # another process has finished it, or failed
+                    continue
+                if (folder / "meta.json").is_file():  # made anew after the other had finished
+                    partial.rmdir()
+                    break
+                skips = _tokenise(list(shards(sources)), tokenizer, settings, partial, workers, progress)
+                write_index(partial, skips, settings.skip_limit)
+                partial.rename(folder)
+                return DocumentStore(folder), False
     except OSError as error:
         raise UserError(f"data.cache_dir={str(cache_dir)!r}: cannot be written ({error.strerror or error})") from error
-    return DocumentStore(folder), False
+    store = DocumentStore(folder)
+    store.skips.check(settings.skip_limit)  # the limit is no part of the key
+    return store, True
 
 
 def fingerprint(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: StoreSettings) -> str:

@@ -74,7 +74,7 @@ class StoredRows:
         digest, spans = hashlib.blake2b(digest_size=12), self.store.supervision.take(np.asarray(self.documents))
         plan = (self.plan.documents, self.plan.start, self.plan.stop, self.plan.context, self.plan.first)
         for column in (*plan, spans.lengths, spans.offsets, spans.spans, self.store.points[self.documents]):
-            digest.update(np.ascontiguousarray(column))
+            digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
