@@ -140,11 +140,12 @@ def test_every_kind_of_source_gives_the_same_records(tmp_path: Path) -> None:
         return [(r.id, r.messages) for _, r in read(*paths, split=split) if isinstance(r, Record)]
 
     for name in ("a.dropped.jsonl", "a.settings.json", ".a.jsonl"):  # stand beside the data, and are none
-        (tmp_path / "lines" / name).write_text("{}")
+        (tmp_path / "lines" / name).write_text(text)
     expected = messages(tmp_path / "lines" / "a.jsonl")
     assert expected[0][1][1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    for name in ("lines", "a.jsonl.gz", "a.parquet", "set", "sets", "lin*/a.jsonl"):
+    for name in ("lines", "a.jsonl.gz", "a.parquet", "set", "sets", "lin*/*.jsonl"):
         assert messages(tmp_path / name) == expected, name
+    assert messages(tmp_path / "lines" / "*.dropped.jsonl") == expected  # who asks for them gets them
     assert messages(tmp_path / "sets", split="test") == expected[1:]
     assert messages(tmp_path / "set", tmp_path / "a.parquet") == 2 * expected
     assert [where for where, _ in read(tmp_path / "a.parquet")] == [f"{tmp_path}/a.parquet[{i}]" for i in (1, 2)]

@@ -27,6 +27,8 @@ __all__ = ["Shard", "Source", "find_sources", "read_shard", "shards"]
 
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = (".parquet",)
+# Where ``dflash-lit respond`` puts what is not to be trained on.
+_DROPPED = ".dropped.jsonl"
 _SHARD_BYTES = 8 * 2**20
 _SHARD_ROWS = 2048
 
@@ -69,7 +71,8 @@ def find_sources(paths: str | Sequence[str], *, split: str = "train") -> list[So
     """All files and data sets that ``paths`` name, sorted within each.
 
     Args:
-        paths: files, folders (with all that is below them, but hidden files, ``.json`` and ``.dropped.jsonl``), globs, folders
+        paths: files, folders (with all that is below them, but hidden files, ``.json`` and ``.dropped.jsonl``), globs (without
+            ``.dropped.jsonl``, unless they end so), folders
             written by ``Dataset.save_to_disk``, or names of data sets on a Hugging Face hub (``owner/name``, or
             ``owner/name:subset``).
         split: of data sets.
@@ -106,6 +109,8 @@ def _find(path: str, split: str) -> list[Source]:
             return [_file(p, str(p)) for p in inside]
         if has_magic(path):
             matching = sorted(Path(p) for p in glob(str(place), recursive=True))
+            if not path.endswith(_DROPPED):
+                matching = [p for p in matching if not p.name.endswith(_DROPPED)]
             if not matching:
                 raise UserError(f"data.path={path!r}: matches no file")
             return [_file(p, str(p)) for p in matching if p.is_file()]
@@ -119,7 +124,7 @@ def _find(path: str, split: str) -> list[Source]:
 
 def _meant(path: Path) -> bool:
     """Whether a file of a folder is data: neither hidden, nor settings, nor what ``dflash-lit respond`` has dropped."""
-    if any(part.startswith((".", "_")) for part in path.parts) or path.name.endswith((".json", ".dropped.jsonl")):
+    if any(part.startswith((".", "_")) for part in path.parts) or path.name.endswith((".json", _DROPPED)):
         return False
     return _kind(path) is not None
 
