@@ -94,6 +94,21 @@ def has_reasoning(message: Mapping[str, Any]) -> bool:
     return bool(found and before.replace("<think>", "").strip())
 
 
+def _with_open_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A turn that was cut off within ``<think>`` in its text, with these thoughts in their own field."""
+    text = message.get("content", "").lstrip()
+    if message.get("reasoning_content") or not text.startswith("<think>") or "</think>" in text:
+        return message
+    return {**message, "content": "", "reasoning_content": text.removeprefix("<think>").strip("\n")}
+
+
+def _only_thoughts(message: Mapping[str, Any]) -> str:
+    """The thoughts of a turn that has nothing else; else an empty text."""
+    if message.get("content", "").strip() or message.get("tool_calls"):
+        return ""
+    return str(message.get("reasoning_content") or "").strip()
+
+
 class ChatTokenizer:
     """Tokenises records with the target's tokenizer and chat template.
 
@@ -159,6 +174,8 @@ class ChatTokenizer:
         """
         for number, message in enumerate(messages):
             self._refuse_markup(message, number)
+        if cut:
+            messages = [*messages[:-1], _with_open_thoughts(messages[-1])]
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
         if not turns:
             raise Skip("no turn of the assistant", choice=True)
@@ -169,7 +186,7 @@ class ChatTokenizer:
             if thinking in ("on", "off") and thinks != (thinking == "on"):
                 continue
             text, span, before = self._turn(messages[: number + 1], tools, thinks, cut and number == len(messages) - 1)
-            if found and before.startswith(found[-1][0]):
+            if found and before.startswith(found[-1][0]) and text.startswith(found[-1][0]):
                 found[-1] = (text, [*found[-1][1], span])
             else:
                 found.append((text, [span]))
@@ -204,6 +221,10 @@ class ChatTokenizer:
                 "it renders a finished turn otherwise than it asks for one",
                 choice=True,
             )
+        if cut and (thoughts := _only_thoughts(messages[-1])):
+            # What the template puts after thoughts was not generated either.
+            place = text.rfind(thoughts, start, stop)
+            stop = place + len(thoughts) if place >= 0 else start
         if not text[start:stop].strip():
             raise Skip("empty turn", "the template leaves nothing of it")
         return text[:stop], (start, stop), prompt
