@@ -152,6 +152,24 @@ def test_every_kind_of_source_gives_the_same_records(tmp_path: Path) -> None:
     assert [where for where, _ in read(tmp_path / "set")] == [f"{tmp_path}/set[{i}]" for i in (1, 2)]
 
 
+def test_nulls_in_the_arguments_of_a_call_are_what_was_said(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"unit": None, "b": 1}}, "id": None}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (tmp_path / "a.jsonl").write_bytes(line({"messages": messages}))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [json.dumps(messages)]}), tmp_path / "b.parquet")
+    # In Arrow's own structures nobody can tell them from the fields of other calls.
+    for name, arguments in (
+        ("a.jsonl", {"unit": None, "b": 1}),
+        ("b.parquet", {"unit": None, "b": 1}),
+        ("a.parquet", {"b": 1}),
+    ):
+        [(_, record)] = read(tmp_path / name)
+        assert isinstance(record, Record)
+        assert record.messages is not None
+        assert record.messages[1]["tool_calls"] == [{"function": {"name": "f", "arguments": arguments}}]
+
+
 def test_columns_have_names(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"talk": GOOD["messages"], "messages": 5, "uid": 7}))

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow
 import pyarrow.parquet
 
-from dflash_lit.data.records import LONGEST, Columns
+from dflash_lit.data.records import LONGEST, Columns, without_nulls
 from dflash_lit.data.skips import Skip
 from dflash_lit.errors import UserError
 
@@ -252,13 +252,15 @@ def _values(count: int, read: Callable[[int, int], list[Any]]) -> Iterator[Any]:
         read: so many rows from a first one on.
     """
     try:
-        yield from read(0, count)
-        return
+        values = read(0, count)
     except (ValueError, OverflowError, pyarrow.ArrowException):
-        pass
+        values = None
     for row in range(count):
         try:
-            (value,) = read(row, 1)
+            (value,) = read(row, 1) if values is None else (values[row],)
+            value = without_nulls(value, everywhere=True)
+        except Skip as skip:
+            value = skip
         except UnicodeDecodeError as error:
             value = Skip("not UTF-8", f"byte {error.start + 1}")
         except (ValueError, OverflowError, pyarrow.ArrowException) as error:
