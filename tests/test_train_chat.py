@@ -29,7 +29,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(folder: Path, *overrides: str) -> Path:
-    return train("data=chat", f"data.path={folder}/a.jsonl", "data.skip_limit=0.1", *SIZES, *overrides, folder=folder)
+    changed = ("data.skip_limit=0.1", "data.temperature=0.7")
+    return train("data=chat", f"data.path={folder}/a.jsonl", *changed, *SIZES, *overrides, folder=folder)
 
 
 def test_training_goes_on_in_the_middle_of_an_epoch(chats: Path) -> None:
@@ -76,8 +77,6 @@ def test_what_the_target_has_said_is_its_own(tmp_path: Path, capsys: pytest.Capt
         "embedded",
         "--out",
         str(tmp_path / "said" / "a.jsonl"),
-        "--temperature",
-        "0.7",
         "--max-tokens",
         "80",
     ]
@@ -86,7 +85,7 @@ def test_what_the_target_has_said_is_its_own(tmp_path: Path, capsys: pytest.Capt
     run = train("data=chat", f"data.path={tmp_path}/said", *SIZES, "data.held_out_share=0.4", folder=tmp_path)
     summary = summary_of(run)
     assert summary["documents"] > 15
-    assert summary["off_policy"] is False
+    assert summary["off_policy"] is False  # the defaults of both commands fit together
 
 
 def test_two_drafters_read_the_rows_of_one_plan(chats: Path) -> None:

@@ -100,7 +100,7 @@ class DataSection:
     val_prompts: int = 48
     prompt_tokens: int = 48  # of chat: of the prompts that are decoded, at most
     response_tokens: int = 208
-    temperature: float = 0.7  # of the target's responses: near the one it will be served at
+    temperature: float = 0.7  # of the target's responses: near the one it will be served at; of chat: that they were drawn at
     responses_per_batch: int = 230  # prompts generated for at a time
     row_tokens: int = 256
     rows_per_batch: int = 4

@@ -401,8 +401,12 @@ class Job:
         for line in made.lines(figures):
             self.console.print(f"  {line}", highlight=False, markup=False)
         self._say_one_a_row(info, made.train.efficiency)
-        if data.policy_documents:
-            documents = made.val_documents(data.policy_documents)
+        if data.policy_documents and not (documents := made.val_documents(data.policy_documents)):
+            self.console.print(
+                "  no held-out document has a supervised token in its first row, so none is checked for being the target's own",
+                highlight=False,
+            )
+        elif data.policy_documents:
             figures |= self._check_policy(
                 target, PolicyQuestion(documents, data.temperature, data.row_tokens, data.rows_per_batch)
             )

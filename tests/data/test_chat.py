@@ -102,6 +102,29 @@ def test_a_turn_that_was_cut_off_has_no_end(tokenizer: Any, template: str) -> No
     assert read(own, {"messages": TURNS, "finish_reason": "stop"})[0][1] == ["x + 1<|im_end|>", "x + 3<|im_end|>"]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [{"content": "", "reasoning_content": "hm, so\nit is"}, {"content": "<think>\nhm, so\nit is"}],
+    ids=["field", "text"],
+)
+def test_thoughts_that_were_cut_off_have_no_end(tokenizer: Any, said: dict[str, Any]) -> None:
+    messages = [TURNS[0], {"role": "assistant", **said}]
+    [(text, spans)] = read(with_template(tokenizer, QWEN3), {"messages": messages, "finish_reason": "length"})
+    assert spans == ["<think>\nhm, so\nit is"]
+    assert text.endswith("<|im_start|>assistant\n<think>\nhm, so\nit is")
+
+
+def test_marks_of_a_template_that_rewrites_are_those_of_the_turns_own_text(tokenizer: Any) -> None:
+    """The prompt shows the earlier turn as it was, the finished conversation does not."""
+    rewriting = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content if loop.last or add_generation_prompt else '' }}<|im_end|>{% endgeneration %}"
+        "{% else %}<|im_start|>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    documents = read(with_template(tokenizer, rewriting), {"messages": TURNS})
+    assert [spans for _, spans in documents] == [["x + 1<|im_end|>"], ["x + 3<|im_end|>"]]
+
+
 def test_turns_of_no_weight_are_context(tokenizer: Any) -> None:
     own = with_template(tokenizer, CHATML)
     light = [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[2], {**TURNS[3], "weight": 1}]
@@ -209,7 +232,16 @@ def test_a_tokenizer_that_adds_a_space_to_beginnings() -> None:
     assert own.convert_ids_to_tokens(document.input_ids[start:stop]) == ["▁", "y", "e", "s", "</s>"]
 
 
-@pytest.mark.parametrize(("field", "value"), [("thinking", "perhaps"), ("thinking_argument", "a b")])
-def test_settings_are_checked(field: str, value: str) -> None:
-    with pytest.raises(UserError, match=rf"data\.{field}="):
-        ChatSettings(**{field: value})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("thinking", "perhaps"),
+        ("thinking_argument", "a b"),
+        ("thinking_argument", "tools"),
+        ("template_arguments", {"add_generation_prompt": True}),
+        ("template_arguments", {"messages": []}),
+    ],
+)
+def test_settings_are_checked(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"data\.{field}[=:]"):
+        ChatSettings(**{field: value})

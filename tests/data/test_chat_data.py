@@ -96,6 +96,17 @@ def test_figures_are_those_of_the_rows(tmp_path: Path, info: TargetInfo) -> None
     assert json.dumps(figures)
 
 
+def test_documents_for_the_policy_check_have_something_to_compare(tmp_path: Path, info: TargetInfo) -> None:
+    path = tmp_path / "long.jsonl"
+    records = [{"input_ids": [i + 10] * size, "loss_mask": [0] * (size - 9) + [1] * 9} for i in range(12) for size in (90, 700)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = made(str(path), info, tmp_path, row_tokens=128, val_prompts=10, held_out_share=0.5, decoded=0)
+    checked = result.val_documents(10)
+    assert 0 < len(checked) < len(result.val.documents)
+    assert all(document.supervised[:128].any() for document in checked)
+    assert len(result.val_documents(2)) == 2
+
+
 def test_options_reach_the_rows(tmp_path: Path, info: TargetInfo) -> None:
     path = write(tmp_path)
     few = made(path, info, tmp_path, train_prompts=7)

@@ -106,8 +106,27 @@ def test_nothing_is_left_of_a_run_that_was_broken_off(target: FrozenTarget, tmp_
     with pytest.raises(KeyboardInterrupt):
         write_features(packed_rows(PIECES), tmp_path / "key", broken, rows_per_batch=2)
     assert not list(tmp_path.iterdir())
+    (tmp_path / ".key.partial").mkdir()  # of a run that had no time to clean up
+    (tmp_path / ".key.partial" / "other.npy").write_bytes(b"0" * 1000)
+    write_features(packed_rows(PIECES), tmp_path / "key", source(target).with_features, rows_per_batch=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert sorted(path.stem for path in (tmp_path / "key").iterdir()) == ["features", "last_hidden", "meta"]
+    shutil.rmtree(tmp_path / "key")
     with pytest.raises(UserError, match="cannot be read"):
         StoredFeatures.open(tmp_path / "key")
+
+
+def test_the_disk_is_asked_for_all_space_at_once(target: FrozenTarget, tmp_path: Path) -> None:
+    """Not page by page through the map, where a full disk ends the process by a signal."""
+    taken = []
+
+    def watched(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        taken.extend((path.stat().st_blocks * 512, path.stat().st_size) for path in tmp_path.rglob("*.npy"))
+        return source(target).with_features(batch)
+
+    write_features(packed_rows(PIECES * 20), tmp_path / "key", watched, rows_per_batch=2)
+    assert len(taken) > 4
+    assert all(blocks >= size > 50_000 for blocks, size in taken)
 
 
 def test_two_runs_that_write_at_once(target: FrozenTarget, tmp_path: Path) -> None:

@@ -123,3 +123,10 @@ def test_a_plan_is_saved_and_read(tmp_path: Path) -> None:
     for name in ("documents", "start", "stop", "context", "first"):
         assert np.array_equal(getattr(plan, name), getattr(again, name)), name
     assert again.row_tokens == 1024
+
+
+def test_a_document_of_which_truncation_leaves_one_supervised_token_is_left_out_and_counted() -> None:
+    spans = Spans.of_masks([np.arange(300) >= start for start in (126, 127, 128)])
+    lengths, counts = shorten(spans, 128, "truncate")
+    assert lengths.tolist() == [128, 0, 0]
+    assert counts == {"truncated": 3, "truncated_to_nothing": 2, "supervised_tokens_lost": 172 + 173 + 172}

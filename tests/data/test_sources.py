@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def line(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 DIRTY: list[tuple[bytes, str]] = [
     (line(GOOD), ""),
     (b'{"messages": [', "broken JSON"),
@@ -77,6 +82,11 @@ DIRTY: list[tuple[bytes, str]] = [
     (line({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}), "wrong type"),
     (line({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}), "broken JSON"),
     (line({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]}), "wrong type"),
+    (line({"messages": [calling('{"a": "\\ud800"}')]}), "half a character"),
+    (line({"messages": [calling('{"a": "\\u0000"}')]}), "NUL character"),
+    (line({"messages": [calling('{"a": ' + "[" * 99 + "]" * 99 + "}")]}), "wrong type"),
+    (line({**GOOD, "tools": '[{"name": "\\ud800"}]'}), "half a character"),
+    (line({"id": "\ud800", "input_ids": [1, 2], "loss_mask": [0, 1]}), "half a character"),
     (line({**GOOD, "tools": 5}), "wrong type"),
     (line({**GOOD, "id": [1]}), "wrong type"),
     (line({**GOOD, "finish_reason": 1}), "wrong type"),
@@ -130,15 +140,34 @@ def test_every_kind_of_source_gives_the_same_records(tmp_path: Path) -> None:
         return [(r.id, r.messages) for _, r in read(*paths, split=split) if isinstance(r, Record)]
 
     for name in ("a.dropped.jsonl", "a.settings.json", ".a.jsonl"):  # stand beside the data, and are none
-        (tmp_path / "lines" / name).write_text("{}")
+        (tmp_path / "lines" / name).write_text(text)
     expected = messages(tmp_path / "lines" / "a.jsonl")
     assert expected[0][1][1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    for name in ("lines", "a.jsonl.gz", "a.parquet", "set", "sets", "lin*/a.jsonl"):
+    for name in ("lines", "a.jsonl.gz", "a.parquet", "set", "sets", "lin*/*.jsonl"):
         assert messages(tmp_path / name) == expected, name
+    assert messages(tmp_path / "lines" / "*.dropped.jsonl") == expected  # who asks for them gets them
     assert messages(tmp_path / "sets", split="test") == expected[1:]
     assert messages(tmp_path / "set", tmp_path / "a.parquet") == 2 * expected
     assert [where for where, _ in read(tmp_path / "a.parquet")] == [f"{tmp_path}/a.parquet[{i}]" for i in (1, 2)]
     assert [where for where, _ in read(tmp_path / "set")] == [f"{tmp_path}/set[{i}]" for i in (1, 2)]
+
+
+def test_nulls_in_the_arguments_of_a_call_are_what_was_said(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"unit": None, "b": 1}}, "id": None}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (tmp_path / "a.jsonl").write_bytes(line({"messages": messages}))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [json.dumps(messages)]}), tmp_path / "b.parquet")
+    # In Arrow's own structures nobody can tell them from the fields of other calls.
+    for name, arguments in (
+        ("a.jsonl", {"unit": None, "b": 1}),
+        ("b.parquet", {"unit": None, "b": 1}),
+        ("a.parquet", {"b": 1}),
+    ):
+        [(_, record)] = read(tmp_path / name)
+        assert isinstance(record, Record)
+        assert record.messages is not None
+        assert record.messages[1]["tool_calls"] == [{"function": {"name": "f", "arguments": arguments}}]
 
 
 def test_columns_have_names(tmp_path: Path) -> None:
@@ -175,9 +204,45 @@ def test_paths_that_name_nothing_say_so(tmp_path: Path, monkeypatch: pytest.Monk
         find_sources(str(tmp_path / "sets"), split="test")
     with pytest.raises(UserError, match="neither a file nor a data set"):
         find_sources("no-such-owner/no-such-data")
-    for nothing in ("", "a\0b", []):
+    for nothing in ("", "a\0b", [], 5, True, None, "~no-such-user/a.jsonl"):
         with pytest.raises(UserError, match=r"data\.path"):
-            find_sources(nothing)
+            find_sources(nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        (pyarrow.timestamp("us"), 2**62, "wrong type"),
+        (pyarrow.date32(), 2**30, "wrong type"),
+        (pyarrow.duration("s"), 2**62, "wrong type"),
+        (pyarrow.string(), b"\xff", "not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("of", ["parquet", "dataset"])
+def test_a_value_that_python_does_not_have_costs_its_row_only(
+    tmp_path: Path, kind: pyarrow.DataType, value: Any, reason: str, of: str
+) -> None:
+    values = [None, value, None]
+    column = pyarrow.array(values, pyarrow.binary()).view(kind) if isinstance(value, bytes) else pyarrow.array(values, kind)
+    table = pyarrow.table({"text": ["first", "second", "third"], "id": column})
+    if of == "parquet":
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    else:
+        datasets.Dataset(table).save_to_disk(str(tmp_path / "a.parquet"))
+    found = [record.reason if isinstance(record, Skip) else record.text for _, record in read(tmp_path / "a.parquet")]
+    assert found == ["first", reason, "third"]
+
+
+def test_records_of_no_known_column_are_counted(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"x": [1, 2, 3]}).save_to_disk(str(tmp_path / "set"))
+    assert [record.reason for _, record in read(tmp_path / "set") if isinstance(record, Skip)] == ["none of the columns"] * 3
+
+
+def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl"))
+    path.write_bytes(line(GOOD))
+    [(where, _)] = read(path)
+    assert where.encode().endswith(b"/\\udcff.jsonl:1")
 
 
 def test_a_damaged_archive_is_named(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 import dflash_lit.data.sources as sources_module
 import dflash_lit.data.store as store_module
 from dflash_lit.data.chat import ChatSettings
-from dflash_lit.data.datamodule import RowDataModule, RowDataset
+from dflash_lit.data.datamodule import RowDataModule, RowDataset, RowLoader
 from dflash_lit.data.documents import Document
 from dflash_lit.data.packing import pack
 from dflash_lit.data.records import Columns
@@ -167,6 +169,23 @@ store.build_store({path!r}, tokenizer, store.StoreSettings(), {str(tmp_path)!r},
     assert content(store) == content(build(path, tokenizer, tmp_path / "whole")[0])
 
 
+def test_two_runs_that_tokenise_the_same_at_once(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits for the other, and finds its store."""
+    monkeypatch.setattr(sources_module, "_SHARD_BYTES", 5000)
+    path = write(tmp_path / "a.jsonl", tokens(200))
+    began = threading.Barrier(3)
+
+    def run(_: int) -> tuple[DocumentStore, bool]:
+        began.wait()
+        return build(path, tokenizer, tmp_path / "cache")
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(run, range(3)))
+    assert sorted(known for _, known in found) == [False, True, True]
+    assert [store.name for store in (tmp_path / "cache").iterdir()] == [found[0][0].folder.name]
+    assert all(content(store) == content(found[0][0]) for store, _ in found)
+
+
 def test_duplicates_are_left_out_and_named(tmp_path: Path, tokenizer: Any) -> None:
     own = with_template(tokenizer, QWEN3)
 
@@ -187,6 +206,16 @@ def test_duplicates_are_left_out_and_named(tmp_path: Path, tokenizer: Any) -> No
     # The limit holds for what is there already, too.
     with pytest.raises(UserError, match=r"data\.skip_limit=0\.1: 3 of 7"):
         build(path, own, tmp_path, skip_limit=0.1)
+
+
+def test_all_answers_to_one_prompt_have_one_point(tmp_path: Path, tokenizer: Any) -> None:
+    answers = [{"prompt": prompt, "response": f"{i} is what I say"} for prompt in ("hello", "hallo " * 40) for i in range(4)]
+    texts = [{"text": f"{i} hello, this is a text of its own"} for i in range(4)]
+    store, _ = build(write(tmp_path / "a.jsonl", answers + texts), tokenizer, tmp_path)
+    points = store.points.tolist()
+    assert len(points) == 12
+    assert len(set(points[:4])) == len(set(points[4:8])) == 1
+    assert len(set(points)) == 2 + 4
 
 
 def test_too_many_broken_records_end_it_early(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,12 +286,14 @@ def test_saved_rows_are_the_same_elsewhere(tmp_path: Path, tokenizer: Any) -> No
     assert np.array_equal(again.take([1, 2]).input_ids, rows.take([1, 2]).input_ids)
     assert np.array_equal(again.take([1, 2]).supervised, rows.take([1, 2]).supervised)
     assert again.pad_id == 1
+    assert again.digest() == rows.digest()
     rows.store.folder.rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"data\.cache_dir"):
         load_rows(tmp_path / "rows")
     held = pack(documents, 256, seed=0, pad_id=1)
     held.save(tmp_path / "held")
     assert np.array_equal(load_rows(tmp_path / "held").take([1]).input_ids, held.take([1]).input_ids)
+    assert load_rows(tmp_path / "held").digest() == held.digest() != held.take([1]).digest()
 
 
 def test_an_epoch_goes_on_with_the_same_next_row(tmp_path: Path, tokenizer: Any) -> None:
@@ -282,6 +313,24 @@ def test_an_epoch_goes_on_with_the_same_next_row(tmp_path: Path, tokenizer: Any)
     other = RowDataModule(stored(tmp_path, tokenizer, 130)[0], stored(tmp_path, tokenizer)[0], 2, seed=3).train_dataloader()
     with pytest.raises(UserError, match="saved inside an epoch"):
         other.load_state_dict(state)
+
+
+def test_other_data_of_as_many_rows_are_refused_and_the_same_data_elsewhere_are_not(tmp_path: Path, tokenizer: Any) -> None:
+    def loader(folder: str, records: list[dict[str, Any]]) -> RowLoader:
+        (tmp_path / folder).mkdir()
+        store, _ = build(write(tmp_path / folder / "a.jsonl", records), tokenizer, tmp_path / folder)
+        plan = plan_rows(store.supervision, 256, seed=0)
+        rows = StoredRows(store, plan, np.arange(len(store)))
+        return RowDataModule(rows, rows, 2, seed=3).train_dataloader()
+
+    records = tokens(60)
+    first = loader("a", records)
+    next(iter(first))
+    state = first.state_dict()
+    loader("b", records).load_state_dict(state)
+    other = [{**record, "input_ids": [499, *record["input_ids"][1:]]} for record in records]
+    with pytest.raises(UserError, match=r"saved inside an epoch.* .content "):
+        loader("c", other).load_state_dict(state)
 
 
 def test_a_large_store_opens_at_once(tmp_path: Path, tokenizer: Any) -> None:

@@ -207,6 +207,8 @@ def test_texts_become_the_tokens_that_the_template_would_write(embedded: FrozenT
     ("line", "message"),
     [
         ("{", "f.jsonl:1: is not JSON"),
+        ("[" * 100_000, "f.jsonl:1: is not JSON"),
+        ('{"prompt": "a", "response": "\\ud800"}', "f.jsonl:1: has half a character"),
         ("[]", "is no object"),
         ('{"input_ids": [1, 2]}', "input_ids and loss_mask"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "need as many"),

@@ -83,6 +83,7 @@ def test_turns_at_which_the_target_speaks(tmp_path: Path):
     [
         (["{"], "p.jsonl:1: is not JSON"),
         (["[" * 100_000], "p.jsonl:1: is not JSON"),
+        (['{"prompt": "a", "x": ' + "9" * 5000 + "}"], "p.jsonl:1: is not JSON .a number"),
         (["3"], "needs an object"),
         ([{"prompt": "a", "messages": [USER]}], "needs an object"),
         ([{"prompt": ""}], "must be a text"),

@@ -87,5 +87,15 @@ def test_without_ids_messages_say_which_turns_are_not_the_targets():
     }
 
 
+def test_an_earlier_turn_that_was_cut_off_is_not_learnt_with_an_end_that_nobody_wrote():
+    replies = [(1, reply("a", "length")), (3, reply("b", "length"))]
+    assert document_of(chat(USER, SAID, USER), replies)["messages"] == [
+        USER,
+        {"role": "assistant", "content": "a", "weight": 0},
+        USER,
+        {"role": "assistant", "content": "b"},
+    ]
+
+
 def test_without_ids_a_text_keeps_its_continuation():
     assert document_of(RawPrompt("i", "k", "a", None, None, ""), [(0, reply("b"))]) == {"prompt": "a", "response": "b"}

@@ -378,6 +378,16 @@ def test_half_a_character_of_an_earlier_turn_fails_that_prompt_alone(tmp_path: P
     assert len(records_of(tmp_path / "o.jsonl")) == 1
 
 
+@pytest.mark.parametrize("count", [10**400, -1, True, "3"])
+def test_a_count_of_tokens_that_is_none_is_not_taken(tmp_path: Path, count: Any):
+    answer = {"choices": [{"text": "b", "finish_reason": "stop"}], "usage": {"completion_tokens": count}}
+    asked = prompts(tmp_path, {"prompt": "a"})
+    with WaywardServer(lambda handler, body, before: handler.send(answer)) as server:
+        assert not ask(server, asked, tmp_path / "o.jsonl")[0]
+    [record] = records_of(tmp_path / "o.jsonl").values()
+    assert record["tokens"] is None
+
+
 SCRAPS = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**40) | st.floats() | st.text(max_size=4) | st.sampled_from(["stop", "abort"]),
     lambda inner: (

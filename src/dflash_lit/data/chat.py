@@ -27,6 +27,11 @@ from dflash_lit.errors import UserError
 __all__ = ["ChatSettings", "ChatTokenizer", "Tokens", "has_reasoning"]
 
 THINKING = ("on", "off", "mixed")
+# Arguments of a template, or of what renders it, that are not for the settings to say.
+_TAKEN = (
+    *("messages", "tools", "add_generation_prompt", "conversations", "documents", "chat_template"),
+    *("return_assistant_tokens_mask", "continue_final_message"),
+)
 
 # Words that no conversation contains, unless it was rendered by a chat template already.
 _MARKUP = (
@@ -63,6 +68,9 @@ class ChatSettings:
             raise UserError(f"data.thinking={self.thinking!r}: choose {', '.join(THINKING)} or null")
         if not self.thinking_argument.isidentifier():
             raise UserError(f"data.thinking_argument={self.thinking_argument!r}: is no name of a template's argument")
+        for field_, names in (("thinking_argument", [self.thinking_argument]), ("template_arguments", self.template_arguments)):
+            if taken := sorted(set(names) & set(_TAKEN)):
+                raise UserError(f"data.{field_}: {taken[0]!r} is what each conversation gives the template; take it out")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +92,21 @@ def has_reasoning(message: Mapping[str, Any]) -> bool:
         return True
     before, found, _ = message.get("content", "").partition("</think>")
     return bool(found and before.replace("<think>", "").strip())
+
+
+def _with_open_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A turn that was cut off within ``<think>`` in its text, with these thoughts in their own field."""
+    text = message.get("content", "").lstrip()
+    if message.get("reasoning_content") or not text.startswith("<think>") or "</think>" in text:
+        return message
+    return {**message, "content": "", "reasoning_content": text.removeprefix("<think>").strip("\n")}
+
+
+def _only_thoughts(message: Mapping[str, Any]) -> str:
+    """The thoughts of a turn that has nothing else; else an empty text."""
+    if message.get("content", "").strip() or message.get("tool_calls"):
+        return ""
+    return str(message.get("reasoning_content") or "").strip()
 
 
 class ChatTokenizer:
@@ -151,6 +174,8 @@ class ChatTokenizer:
         """
         for number, message in enumerate(messages):
             self._refuse_markup(message, number)
+        if cut:
+            messages = [*messages[:-1], _with_open_thoughts(messages[-1])]
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
         if not turns:
             raise Skip("no turn of the assistant", choice=True)
@@ -161,7 +186,7 @@ class ChatTokenizer:
             if thinking in ("on", "off") and thinks != (thinking == "on"):
                 continue
             text, span, before = self._turn(messages[: number + 1], tools, thinks, cut and number == len(messages) - 1)
-            if found and before.startswith(found[-1][0]):
+            if found and before.startswith(found[-1][0]) and text.startswith(found[-1][0]):
                 found[-1] = (text, [*found[-1][1], span])
             else:
                 found.append((text, [span]))
@@ -196,6 +221,10 @@ class ChatTokenizer:
                 "it renders a finished turn otherwise than it asks for one",
                 choice=True,
             )
+        if cut and (thoughts := _only_thoughts(messages[-1])):
+            # What the template puts after thoughts was not generated either.
+            place = text.rfind(thoughts, start, stop)
+            stop = place + len(thoughts) if place >= 0 else start
         if not text[start:stop].strip():
             raise Skip("empty turn", "the template leaves nothing of it")
         return text[:stop], (start, stop), prompt

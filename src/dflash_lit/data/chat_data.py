@@ -80,9 +80,10 @@ class ChatData:
     long: dict[str, int]
 
     def val_documents(self, count: int) -> list[Document]:
-        """The first ``count`` of the held-out documents that are validated on."""
+        """The first ``count`` of the held-out documents that are validated on and have a supervised token in their first row."""
+        chosen = self.val.documents[self.store.spans[self.store.offsets[self.val.documents], 0] < self.val.row_tokens]
         made = []
-        for number in self.val.documents[:count].tolist():
+        for number in chosen[:count].tolist():
             ids = self.store.input_ids(number)
             supervised = np.zeros(len(ids), dtype=np.bool_)
             for low, high in self.store.spans_of(number).tolist():

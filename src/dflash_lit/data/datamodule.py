@@ -6,6 +6,7 @@ Every batch of a run has the same shapes: rows that do not exist are filled in a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
@@ -45,6 +46,11 @@ class RowDataset(Dataset[dict[str, Tensor]]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the content of the rows."""
+        return self._rows.digest()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: column[0] for name, column in self.batch([index], 1).items()}
@@ -193,7 +199,8 @@ class RowLoader(DataLoader[dict[str, Tensor]]):
         Raises:
             UserError: if ``state`` was saved inside an epoch of other rows, another seed or other batches.
         """
-        saved, here = state["order"], self._order()
+        here = self._order()
+        saved = {"content": here["content"], **state["order"]}  # earlier checkpoints do not name it
         if 0 < state["batches"] < saved["batches"] and saved != here:
             changed = ", ".join(f"{name} {saved.get(name)} -> {here[name]}" for name in here if saved.get(name) != here[name])
             raise UserError(
@@ -207,9 +214,11 @@ class RowLoader(DataLoader[dict[str, Tensor]]):
             self.sampler.set_epoch(self._trainer_epoch)
             self.sampler.ahead = self._trainer_epoch - int(state["epoch"])
 
-    def _order(self) -> dict[str, int]:
-        """What decides the batches of an epoch, apart from the rows' content."""
-        order = {"batches": len(self), "rows_per_batch": int(self.batch_size or 0)}
+    def _order(self) -> dict[str, int | str]:
+        """What decides the batches of an epoch."""
+        assert isinstance(self.dataset, RowDataset)
+        order: dict[str, int | str] = {"batches": len(self), "rows_per_batch": int(self.batch_size or 0)}
+        order["content"] = self.dataset.digest
         if isinstance(self.sampler, RowOrder):
             order |= {"rows": self.sampler.rows, "seed": self.sampler.seed, "ranks": self.sampler.num_replicas}
         return order

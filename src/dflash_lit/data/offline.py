@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from dflash_lit.data.datamodule import EMPTY_ROW, RowDataset
+from dflash_lit.data.held import held
 from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget
@@ -116,41 +116,61 @@ def write_features(
     Raises:
         UserError: if the disk is full, or the folder cannot be made.
     """
-    data = RowDataset(rows)
-    made: Path | None = None
+    made = folder.with_name(f".{folder.name}.partial")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        arrays: dict[str, np.ndarray] = {}
-        dtype = torch.float32
-        for start in range(0, len(rows), rows_per_batch):
-            chosen = range(start, min(start + rows_per_batch, len(rows)))
-            batch = data.batch(chosen, rows_per_batch)
-            full = with_features(batch)
-            for name in full.keys() - batch.keys():
-                value = full[name][: len(chosen)].cpu()
-                dtype = value.dtype
-                integer, bits = _BITS[dtype]
-                if name not in arrays:
-                    shape = (len(rows), *value.shape[1:])
-                    arrays[name] = np.lib.format.open_memmap(made / f"{name}.npy", mode="w+", dtype=bits, shape=shape)
-                arrays[name][start : start + len(chosen)] = value.contiguous().view(integer).numpy()
-            report(len(chosen))
-        names = sorted(arrays)
-        while arrays:  # flushed to the disk when they are let go
-            arrays.popitem()[1].flush()  # type: ignore[attr-defined]
-        meta = {"names": names, "dtype": str(dtype).removeprefix("torch.")}
-        (made / _META).write_text(json.dumps(meta), encoding="utf-8")
-        try:
-            os.replace(made, folder)
-        except OSError:
-            if not (folder / _META).is_file():  # else another run was faster
-                raise
+        while not (folder / _META).is_file():
+            with held(made) as ours:
+                if not ours:  # another run has written them, or failed
+                    continue
+                try:
+                    if (folder / _META).is_file():
+                        break
+                    for left in made.iterdir():  # of a run that was killed
+                        left.unlink()
+                    _write(rows, made, with_features, rows_per_batch, report)
+                    os.replace(made, folder)
+                finally:
+                    shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
         raise UserError(f"data.offline: features cannot be written to {folder} ({error.strerror}); free some space") from error
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
+
+
+def _write(
+    rows: Rows,
+    made: Path,
+    with_features: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    rows_per_batch: int,
+    report: Callable[[int], None],
+) -> None:
+    data = RowDataset(rows)
+    arrays: dict[str, np.ndarray] = {}
+    dtype = torch.float32
+    for start in range(0, len(rows), rows_per_batch):
+        chosen = range(start, min(start + rows_per_batch, len(rows)))
+        batch = data.batch(chosen, rows_per_batch)
+        full = with_features(batch)
+        for name in full.keys() - batch.keys():
+            value = full[name][: len(chosen)].cpu()
+            dtype = value.dtype
+            integer, bits = _BITS[dtype]
+            if name not in arrays:
+                shape = (len(rows), *value.shape[1:])
+                arrays[name] = np.lib.format.open_memmap(made / f"{name}.npy", mode="w+", dtype=bits, shape=shape)
+                _reserve(made / f"{name}.npy")
+            arrays[name][start : start + len(chosen)] = value.contiguous().view(integer).numpy()
+        report(len(chosen))
+    names = sorted(arrays)
+    while arrays:  # flushed to the disk when they are let go
+        arrays.popitem()[1].flush()  # type: ignore[attr-defined]
+    meta = {"names": names, "dtype": str(dtype).removeprefix("torch.")}
+    (made / _META).write_text(json.dumps(meta), encoding="utf-8")
+
+
+def _reserve(path: Path) -> None:
+    """Take the file's space now: writing to a map of a disk that has become full would end the process without a word."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 class LocalSource(Protocol):

@@ -9,6 +9,7 @@ Targets that carry a state from one document to the next get one document a row 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ class Rows(Protocol):
 
     def take(self, rows: Sequence[int]) -> PackedRows:
         """Some rows by number, with arrays of their own."""
+
+    def digest(self) -> str:
+        """Names the content: equal for equal rows, whatever they were read from."""
 
     def save(self, folder: Path) -> None:
         """Write them for another process; ``folder`` is made."""
@@ -91,6 +95,13 @@ class PackedRows:
         """Some rows by number, copied."""
         chosen = np.asarray(rows, dtype=np.int64)
         return PackedRows(**{name: getattr(self, name)[chosen] for name in _COLUMNS}, pad_id=self.pad_id)
+
+    def digest(self) -> str:
+        """Names the content."""
+        digest = hashlib.blake2b(digest_size=12)
+        for name in _COLUMNS:
+            digest.update(np.ascontiguousarray(getattr(self, name)).data)
+        return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write the columns, for :meth:`load` in another process; ``folder`` is made and must be empty."""

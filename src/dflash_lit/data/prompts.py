@@ -154,6 +154,8 @@ def file_prompts(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_pr
             continue
         name = f"{path}:{number}"
         text, is_chat = (line.rstrip("\r"), False) if path.suffix == ".txt" else _parse(line, name, tokenizer)
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"{name}: has half a character (a lone surrogate), which has no tokens; correct it")
         names.append(name)
         texts.append(text)
         templated.append(is_chat)
@@ -176,8 +178,12 @@ def _parse(line: str, name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[st
     """Read one line of ``.jsonl``: the prompt's text, and whether a chat template made it."""
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{name}: is not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
+        else:  # Python reads numbers of thousands of digits no more
+            reason = "nested too deeply" if isinstance(error, RecursionError) else "a number of too many digits"
+        raise UserError(f"{name}: is not JSON ({reason}); write one object a line") from error
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise UserError(f'{name}: needs an object with either "prompt" (a text) or "messages" (a list)')
     if "prompt" in entry:

@@ -12,10 +12,12 @@ import numpy as np
 from dflash_lit.data.skips import Skip
 from dflash_lit.errors import UserError
 
-__all__ = ["LONGEST", "Columns", "Record", "check_record"]
+__all__ = ["LONGEST", "Columns", "Record", "check_record", "without_nulls"]
 
 LONGEST = 8 * 2**20
 """Bytes of a line, characters of a record: what is longer is a broken file rather than a document."""
+
+_NULLS_SPEAK = ("arguments", "parameters")
 
 _DEEPEST = 64
 """Nesting of lists and objects that anything reads here."""
@@ -103,10 +105,11 @@ def check_record(value: Any, columns: Columns, where: str) -> Record:
     if name is not None and not isinstance(name, str | int):
         raise Skip("wrong type", f"{columns.id} is {_kind(name)}, not a text or a number")
     name = None if name is None else str(name)
+    _check_texts(name)
     if columns.input_ids in value:
         ids, mask = _tokens(value, columns)
         return Record(where, name, input_ids=ids, loss_mask=mask)
-    value = _without_nulls(value)
+    value = without_nulls(value)
     _check_texts(value)
     tools = value.get(columns.tools)
     if isinstance(tools, str):  # a column of JSON, where schemas differ from row to row
@@ -145,9 +148,13 @@ def _kind(value: Any) -> str:
 
 def _json(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Skip("broken JSON", f"in {place}: {str(error)[:80]}") from error
+    # Escapes hide from the look at the record what they stand for.
+    without_nulls(value)
+    _check_texts(value)
+    return value
 
 
 def _tokens(value: dict[str, Any], columns: Columns) -> tuple[np.ndarray, np.ndarray]:
@@ -169,14 +176,30 @@ def _tokens(value: dict[str, Any], columns: Columns) -> tuple[np.ndarray, np.nda
         raise Skip("token id out of range", "beyond 64 bits") from error
 
 
-def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """Objects without their null fields: Arrow gives every object the fields of all others."""
+def without_nulls(value: Any, *, everywhere: bool = False, depth: int = 0) -> Any:
+    """Objects without their null fields, which say nothing; but those of a tool call's arguments and parameters do.
+
+    Args:
+        everywhere: there, too: Arrow gives every object the fields of all others.
+
+    Raises:
+        Skip: for too deep a nesting.
+    """
     if depth > _DEEPEST:
         raise Skip("wrong type", f"nested deeper than {_DEEPEST}")
     if isinstance(value, dict):
-        return {str(key): _without_nulls(item, depth + 1) for key, item in value.items() if item is not None}
+        result = {}
+        for key, item in value.items():
+            if item is not None:
+                cleaned = without_nulls(item, everywhere=everywhere, depth=depth + 1)
+                result[str(key)] = item if key in _NULLS_SPEAK and not everywhere else cleaned
+        return result
     if isinstance(value, list | tuple):
-        return [_without_nulls(item, depth + 1) for item in value]
+        # Token ids are many, and have no fields.
+        return [
+            without_nulls(item, everywhere=everywhere, depth=depth + 1) if isinstance(item, dict | list | tuple) else item
+            for item in value
+        ]
     return value
 
 
@@ -217,9 +240,7 @@ def _check_text(text: Any, name: str) -> None:
 
 def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
     if isinstance(messages, str):
-        messages = _json(messages, column)
-        _check_texts(messages)
-        messages = _without_nulls(messages)
+        messages = without_nulls(_json(messages, column))
     if not isinstance(messages, list):
         raise Skip("wrong type", f"{column} is {_kind(messages)}, not a list")
     if not messages:

@@ -106,7 +106,7 @@ def shorten(spans: Spans, row_tokens: int, long: str) -> tuple[np.ndarray, dict[
 
     Returns:
         int64 [D], and counts: ``split``, ``truncated`` or ``rejected`` documents; ``truncated_to_nothing`` of them, in which
-        nothing that counts was left, so that they are left out; ``supervised_tokens_lost``.
+        no block could start any more, so that they are left out; ``supervised_tokens_lost``.
 
     Raises:
         UserError: for any other ``long``.
@@ -118,11 +118,13 @@ def shorten(spans: Spans, row_tokens: int, long: str) -> tuple[np.ndarray, dict[
     if long == "split":
         return lengths, {"split": len(longer)}
     kept = np.zeros(len(longer), dtype=np.int64) if long == "reject" else np.full(len(longer), row_tokens)
-    lost = spans.count(longer, kept, lengths[longer]).sum()
+    # A block needs two supervised tokens in a row.
+    zero = np.zeros_like(kept)
+    nothing = spans.count(longer, zero, kept) <= spans.stretches(longer, zero, kept)
+    lost = spans.count(longer, np.where(nothing, 0, kept), lengths[longer]).sum()
     if long == "reject":
         lengths[longer] = 0
         return lengths, {"rejected": len(longer), "supervised_tokens_lost": int(lost)}
-    nothing = spans.count(longer, np.zeros_like(kept), kept) == 0
     lengths[longer] = np.where(nothing, 0, kept)
     counts = {"truncated": len(longer), "truncated_to_nothing": int(nothing.sum()), "supervised_tokens_lost": int(lost)}
     return lengths, counts

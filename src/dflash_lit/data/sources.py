@@ -9,8 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow
 import pyarrow.parquet
 
-from dflash_lit.data.records import LONGEST, Columns
+from dflash_lit.data.records import LONGEST, Columns, without_nulls
 from dflash_lit.data.skips import Skip
 from dflash_lit.errors import UserError
 
@@ -26,6 +27,8 @@ __all__ = ["Shard", "Source", "find_sources", "read_shard", "shards"]
 
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = (".parquet",)
+# Where ``dflash-lit respond`` puts what is not to be trained on.
+_DROPPED = ".dropped.jsonl"
 _SHARD_BYTES = 8 * 2**20
 _SHARD_ROWS = 2048
 
@@ -68,7 +71,8 @@ def find_sources(paths: str | Sequence[str], *, split: str = "train") -> list[So
     """All files and data sets that ``paths`` name, sorted within each.
 
     Args:
-        paths: files, folders (with all that is below them, but hidden files, ``.json`` and ``.dropped.jsonl``), globs, folders
+        paths: files, folders (with all that is below them, but hidden files, ``.json`` and ``.dropped.jsonl``), globs (without
+            ``.dropped.jsonl``, unless they end so), folders
             written by ``Dataset.save_to_disk``, or names of data sets on a Hugging Face hub (``owner/name``, or
             ``owner/name:subset``).
         split: of data sets.
@@ -76,6 +80,8 @@ def find_sources(paths: str | Sequence[str], *, split: str = "train") -> list[So
     Raises:
         UserError: for a path that names nothing readable.
     """
+    if not isinstance(paths, str) and not isinstance(paths, Iterable):
+        raise UserError(f"data.path={paths!r}: is no path; give a file, a folder, a glob or the name of a data set")
     found: list[Source] = []
     for path in [paths] if isinstance(paths, str) else paths:
         if not isinstance(path, str) or not path or "\0" in path:
@@ -87,7 +93,10 @@ def find_sources(paths: str | Sequence[str], *, split: str = "train") -> list[So
 
 
 def _find(path: str, split: str) -> list[Source]:
-    place = Path(path).expanduser()
+    try:
+        place = Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"data.path={path!r}: that user has no home folder") from error
     try:
         if place.is_file():
             return [_file(place, path)]
@@ -100,6 +109,8 @@ def _find(path: str, split: str) -> list[Source]:
             return [_file(p, str(p)) for p in inside]
         if has_magic(path):
             matching = sorted(Path(p) for p in glob(str(place), recursive=True))
+            if not path.endswith(_DROPPED):
+                matching = [p for p in matching if not p.name.endswith(_DROPPED)]
             if not matching:
                 raise UserError(f"data.path={path!r}: matches no file")
             return [_file(p, str(p)) for p in matching if p.is_file()]
@@ -113,7 +124,7 @@ def _find(path: str, split: str) -> list[Source]:
 
 def _meant(path: Path) -> bool:
     """Whether a file of a folder is data: neither hidden, nor settings, nor what ``dflash-lit respond`` has dropped."""
-    if any(part.startswith((".", "_")) for part in path.parts) or path.name.endswith((".json", ".dropped.jsonl")):
+    if any(part.startswith((".", "_")) for part in path.parts) or path.name.endswith((".json", _DROPPED)):
         return False
     return _kind(path) is not None
 
@@ -215,17 +226,60 @@ def read_shard(shard: Shard, columns: Columns) -> Iterator[tuple[str, Any]]:
             yield from _read_parquet(shard, columns)
         else:
             kept = [name for name in columns.names() if name in source.data.column_names]
+            if not kept:
+                for row in range(shard.first + 1, shard.stop + 1):
+                    yield f"{_named(source)}[{row}]", {}
+                return
             rows = source.data.select_columns(kept)
             for first in range(shard.first, shard.stop, 256):
-                for row, value in enumerate(rows.select(range(first, min(first + 256, shard.stop))).to_list(), first + 1):
-                    yield f"{source.path}[{row}]", value
+                part = rows.select(range(first, min(first + 256, shard.stop)))
+                for row, value in enumerate(_values(len(part), partial(_of_dataset, part)), first + 1):
+                    yield f"{_named(source)}[{row}]", value
     # A pyarrow.ArrowInvalid is a ValueError, too; nothing else here raises one.
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise UserError(f"{source.path}: cannot be read ({' '.join(str(error).split())[:200]})") from error
 
 
+def _named(source: Source) -> str:
+    """The path as text: names of files are bytes, and need not be UTF-8."""
+    return source.path.encode("utf-8", "backslashreplace").decode()
+
+
+def _values(count: int, read: Callable[[int, int], list[Any]]) -> Iterator[Any]:
+    """Rows as Python's values; a :class:`Skip` for each that has none, such as a date beyond Python's or broken UTF-8.
+
+    Args:
+        read: so many rows from a first one on.
+    """
+    try:
+        values = read(0, count)
+    except (ValueError, OverflowError, pyarrow.ArrowException):
+        values = None
+    for row in range(count):
+        try:
+            (value,) = read(row, 1) if values is None else (values[row],)
+            value = without_nulls(value, everywhere=True)
+        except Skip as skip:
+            value = skip
+        except UnicodeDecodeError as error:
+            value = Skip("not UTF-8", f"byte {error.start + 1}")
+        except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+            value = Skip("wrong type", " ".join(str(error).split())[:80])
+        yield value
+
+
+def _of_dataset(rows: Any, first: int, count: int) -> list[Any]:
+    values: list[Any] = rows.select(range(first, first + count)).to_list()
+    return values
+
+
+def _of_batch(batch: pyarrow.RecordBatch, first: int, count: int) -> list[Any]:
+    values: list[Any] = batch.slice(first, count).to_pylist()
+    return values
+
+
 def _read_lines(shard: Shard) -> Iterator[tuple[str, Any]]:
-    path = shard.source.path
+    path, named = shard.source.path, _named(shard.source)
     opened = gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # noqa: SIM115
     with cast(BinaryIO, opened) as file:
         if shard.first:
@@ -237,9 +291,9 @@ def _read_lines(shard: Shard) -> Iterator[tuple[str, Any]]:
             while tail != b"\n" and (piece := file.readline(2**20)):
                 size, tail = size + len(piece), piece[-1:]
             if size > LONGEST:
-                yield f"{path}:{number}", Skip("too long", f"a line of {size / 1e6:.1f} MB")
+                yield f"{named}:{number}", Skip("too long", f"a line of {size / 1e6:.1f} MB")
             elif line.strip():
-                yield f"{path}:{number}", _parsed(line, first=number == 1)
+                yield f"{named}:{number}", _parsed(line, first=number == 1)
             place, number = place + size, number + 1
 
 
@@ -261,9 +315,9 @@ def _read_parquet(shard: Shard, columns: Columns) -> Iterator[tuple[str, Any]]:
         row = shard.line
         if not kept:
             for row in range(shard.line, shard.line + shard.stop):
-                yield f"{shard.source.path}[{row}]", {}
+                yield f"{_named(shard.source)}[{row}]", {}
             return
         for batch in file.iter_batches(256, row_groups=[shard.group], columns=kept):
-            for number, value in enumerate(batch.to_pylist(), row):
-                yield f"{shard.source.path}[{number}]", value
+            for number, value in enumerate(_values(batch.num_rows, partial(_of_batch, batch)), row):
+                yield f"{_named(shard.source)}[{number}]", value
             row += batch.num_rows

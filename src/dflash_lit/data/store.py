@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lit.data.chat import ChatSettings, ChatTokenizer, Tokens
+from dflash_lit.data.held import held
 from dflash_lit.data.records import Columns, Record, check_record
 from dflash_lit.data.row_plan import Spans
 from dflash_lit.data.skips import Skip, SkipRecord, Skips
@@ -35,12 +36,12 @@ from dflash_lit.errors import UserError
 __all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
 # Part of the key: raise it whenever the meaning of a stored file changes.
-_FORMAT = 1
+_FORMAT = 2
 # Tokens of a record batch: Arrow's offsets have 32 bits.
 _BATCH_TOKENS = 2**22
 # Fewer parts than this are not worth starting processes for, which import everything anew.
 _FEW_PARTS = 4
-# Tokens that decide on which side a document is, at least: those of the prompt.
+# Tokens that decide on which side a document without a prompt is.
 _POINT_TOKENS = 32
 
 SCHEMA = pyarrow.schema(
@@ -86,7 +87,8 @@ class DocumentStore:
     Attributes:
         folder: where it is.
         lengths: int32 [D]; offsets: int64 [D + 1] and spans: int32 [K, 2], see :class:`~dflash_lit.data.row_plan.Spans`.
-        points: float64 [D] in [0, 1), a hash of the prompt; documents of one conversation have the same.
+        points: float64 [D] in [0, 1), a hash of the tokens before the first supervised one (of the first 32 tokens, if there is
+            at most one); documents of one conversation have the same.
         skips: what was not taken.
     """
 
@@ -169,24 +171,24 @@ def build_store(
         raise UserError(f"data.workers={workers}: must be at least 1")
     sources = find_sources(paths, split=settings.split)
     folder = Path(cache_dir) / f"documents-{fingerprint(sources, tokenizer, settings)[:32]}"
-    if (folder / "meta.json").is_file():
-        store = DocumentStore(folder)
-        store.skips.check(settings.skip_limit)  # the limit is no part of the key
-        return store, True
     partial = folder.with_name(f"{folder.name}.partial")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        skips = _tokenise(list(shards(sources)), tokenizer, settings, partial, workers, progress)
-        write_index(partial, skips, settings.skip_limit)
-        try:
-            partial.rename(folder)
-        except OSError:  # another process was faster
-            if not (folder / "meta.json").is_file():
-                raise
-            shutil.rmtree(partial, ignore_errors=True)
+        while not (folder / "meta.json").is_file():
+            with held(partial) as ours:
+                if not ours:  # another process has finished it, or failed
+                    continue
+                if (folder / "meta.json").is_file():  # made anew after the other had finished
+                    partial.rmdir()
+                    break
+                skips = _tokenise(list(shards(sources)), tokenizer, settings, partial, workers, progress)
+                write_index(partial, skips, settings.skip_limit)
+                partial.rename(folder)
+                return DocumentStore(folder), False
     except OSError as error:
         raise UserError(f"data.cache_dir={str(cache_dir)!r}: cannot be written ({error.strerror or error})") from error
-    return DocumentStore(folder), False
+    store = DocumentStore(folder)
+    store.skips.check(settings.skip_limit)  # the limit is no part of the key
+    return store, True
 
 
 def fingerprint(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: StoreSettings) -> str:
@@ -333,7 +335,9 @@ def _add(rows: dict[str, list[Any]], record: Record, documents: Sequence[Tokens]
     named = record.id is not None
     content = str(record.id).encode() if named else b"".join(document.input_ids.tobytes() for document in documents)
     first = documents[0]
-    prompt = first.input_ids[: max(int(first.spans[0, 0]), _POINT_TOKENS)]
+    start = int(first.spans[0, 0])
+    # All answers to one prompt have one point, however short it is. The first token of a text is its whole "prompt".
+    prompt = first.input_ids[: start if start > 1 else _POINT_TOKENS]
     key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
     point = int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=6).digest(), "little") / 2**48
     for document in documents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,14 @@ class StoredRows:
                     supervised[place, begin + max(low, learnt) - start : begin + max(min(high, stop) - start, 0)] = True
                 begin = end
         return PackedRows(input_ids, document_ids, position_ids, supervised, self.pad_id)
+
+    def digest(self) -> str:
+        """Names the content: the plan, and lengths, spans and prompts of the documents. No token is read for it."""
+        digest, spans = hashlib.blake2b(digest_size=12), self.store.supervision.take(np.asarray(self.documents))
+        plan = (self.plan.documents, self.plan.start, self.plan.stop, self.plan.context, self.plan.first)
+        for column in (*plan, spans.lengths, spans.offsets, spans.spans, self.store.points[self.documents]):
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write the plan and where the store is, for :meth:`load` in another process; ``folder`` must not exist."""

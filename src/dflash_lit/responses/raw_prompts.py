@@ -123,8 +123,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _parse(line: str, place: str, endpoint: str) -> RawPrompt:
     try:
         entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
+        else:  # Python reads numbers of thousands of digits no more
+            reason = "nested too deeply" if isinstance(error, RecursionError) else "a number of too many digits"
         raise UserError(f"{place}: is not JSON ({reason}); write one object a line") from error
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise UserError(f'{place}: needs an object with either "prompt" (a text) or "messages" (a list)')
@@ -169,7 +172,7 @@ def _prompt(
         text, messages = None, [{"role": "user", "content": text}]
     try:
         content = json.dumps([text, messages, tools], sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError as error:  # half a character, or NaN: Python reads them, a server would not
+    except (ValueError, RecursionError) as error:  # half a character, or NaN: Python reads them, a server would not
         raise UserError(f"{place}: cannot be sent ({error}); correct it") from error
     key = hashlib.sha256(content).hexdigest()[:16]
     return RawPrompt(name or key, key, text, None if messages is None else tuple(messages), tools, place)

@@ -62,7 +62,10 @@ def sample_documents(
 def _document(line: bytes, place: str, tokenizer: Any, end_ids: tuple[int, ...], template: dict[str, Any]) -> Document:
     try:
         record = json.loads(line)
-    except ValueError as error:
+        json.dumps(record, ensure_ascii=False).encode()  # half a character has no tokens
+    except UnicodeEncodeError as error:
+        raise UserError(f"{place}: has half a character (a lone surrogate); leave the line out") from error
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: is not JSON; is the file complete?") from error
     if not isinstance(record, dict):
         raise UserError(f"{place}: is no object")

@@ -210,7 +210,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in ("id", "key")):
         return None

@@ -84,7 +84,7 @@ def document_of(prompt: RawPrompt, replies: Sequence[tuple[int, Reply]]) -> dict
     """What of a line of the output file says prompt and replies.
 
     ``input_ids`` and ``loss_mask`` where the ids of all are known and each reply read exactly what came before; else
-    ``messages``, in which a ``weight`` of 0 marks turns of the assistant that the target did not write; or ``prompt`` and
+    ``messages``, in which a ``weight`` of 0 marks turns of the assistant that the target did not write or not finish; or ``prompt`` and
     ``response``.
 
     Args:
@@ -107,6 +107,9 @@ def document_of(prompt: RawPrompt, replies: Sequence[tuple[int, Reply]]) -> dict
     if prompt.messages is None:
         return {"prompt": prompt.text, "response": last.text}
     written = {index: reply.message() for index, reply in replies}
+    for index, reply in replies[:-1]:
+        if reply.finish_reason == "length":  # as history it has an end, which the target did not write
+            written[index]["weight"] = 0
     messages = [
         written.get(index) or ({**message, "weight": 0} if message["role"] == "assistant" else message)
         for index, message in enumerate([*prompt.messages, {"role": "assistant"}])

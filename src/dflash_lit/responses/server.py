@@ -348,7 +348,7 @@ def _reply(answer: Any, chat: bool) -> Reply:
         raise ValueError(f"its finish_reason is {reason!r}")
     usage = answer.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    tokens = tokens if type(tokens) is int and tokens >= 0 else None
+    tokens = tokens if type(tokens) is int and 0 <= tokens < 2**31 else None
     prompt_ids = _ids(choice.get("prompt_token_ids") or answer.get("prompt_token_ids"))
     output_ids = _output_ids(choice)
     # One without the other is of no use, and some of them would be a response that nobody gave.

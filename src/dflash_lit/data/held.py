@@ -1,0 +1,46 @@
+"""A folder that one process at a time writes into."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["held"]
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[bool]:
+    """Make a folder, and hold it inside the block; whoever holds it is waited for. A process that dies lets it go.
+
+    Yields:
+        False if the holder who was waited for has renamed or removed it: then there is nothing to write into.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(folder, os.O_RDONLY)  # not inherited by other programs
+            break
+        except FileNotFoundError:  # whoever held it has just removed it
+            continue
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logging.getLogger(__name__).warning("%s: another run is writing the same; waiting for it", folder)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: parts still appear whole
+            pass
+        try:
+            ours = os.path.samestat(os.fstat(handle), os.stat(folder))
+        except FileNotFoundError:
+            ours = False
+        yield ours
+    finally:
+        os.close(handle)
