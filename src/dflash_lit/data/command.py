@@ -190,7 +190,9 @@ def summary_table(made: ChatData, figures: dict[str, Any], rows_per_step: int, a
     table.add_row("rows to train on", f"{len(plan):,}, and {len(made.val):,} to validate on")
     table.add_row("packing efficiency", f"{100 * plan.packed:.2f} % ({100 * (1 - plan.filled):.2f} % padding)")
     table.add_row("context of split documents", f"{100 * plan.window_context:.1f} % of the rows' tokens")
-    table.add_row("steps an epoch", f"{len(plan) // rows_per_step:,} of {rows_per_step} rows")
+    table.add_row(
+        "steps an epoch", f"{max(len(plan) // rows_per_step, 1):,} of {rows_per_step} rows"
+    )  # an incomplete one, if it is the only one
     hours = len(plan) * plan.row_tokens / rate / 3600
     table.add_row("an epoch takes", f"{hours:,.2f} h at {rate:,.0f} tokens/s")
     coverage = f"{100 * figures['anchor_coverage']:.1f} % of the supervised tokens get an anchor each epoch"
