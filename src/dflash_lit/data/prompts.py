@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dflash_lit.data.prompt_line import parse_prompt
 from dflash_lit.errors import UserError
 from dflash_lit.target.embedded.corpus import SourceFile, is_held_out, stdlib_files
 
@@ -176,16 +176,7 @@ def file_prompts(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_pr
 
 def _parse(line: str, name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
     """Read one line of ``.jsonl``: the prompt's text, and whether a chat template made it."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
-        else:  # Python reads numbers of thousands of digits no more
-            reason = "nested too deeply" if isinstance(error, RecursionError) else "a number of too many digits"
-        raise UserError(f"{name}: is not JSON ({reason}); write one object a line") from error
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise UserError(f'{name}: needs an object with either "prompt" (a text) or "messages" (a list)')
+    entry = parse_prompt(line, name)
     if "prompt" in entry:
         if not isinstance(entry["prompt"], str):
             raise UserError(f'{name}: "prompt" must be a text')

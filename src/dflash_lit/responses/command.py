@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dflash_lit.errors import UserError
-from dflash_lit.options import natural, temperature
+from dflash_lit.options import natural, temperature, whole
 from dflash_lit.responses.ask_server import ask_server
 from dflash_lit.responses.raw_prompts import RawPrompt, read_raw_prompts
 from dflash_lit.responses.record_file import RecordFile, dropped_path
@@ -64,13 +64,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("with --server")
     server.add_argument("--in-flight", type=natural, default=64, help="requests at a time (default: %(default)s)")
     server.add_argument("--timeout", type=_positive, default=1800.0, help="seconds for one answer (default: %(default)s)")
-    server.add_argument("--retries", type=_not_negative, default=12, help="repetitions of a request (default: %(default)s)")
+    server.add_argument("--retries", type=whole, default=12, help="repetitions of a request (default: %(default)s)")
     server.add_argument(
         "--backoff", type=_positive, default=0.5, help="seconds before the first; doubles (default: %(default)s)"
     )
     server.add_argument(
         "--max-failures",
-        type=_not_negative,
+        type=whole,
         default=100,
         help="prompts without an answer before it ends (default: %(default)s)",
     )
@@ -102,13 +102,6 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
-def _not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
 
 

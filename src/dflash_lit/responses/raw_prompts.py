@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_lit.data.prompt_line import parse_prompt
 from dflash_lit.errors import UserError
 
 __all__ = ["Message", "RawPrompt", "RawPrompts", "read_raw_prompts"]
@@ -121,16 +122,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _parse(line: str, place: str, endpoint: str) -> RawPrompt:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
-        else:  # Python reads numbers of thousands of digits no more
-            reason = "nested too deeply" if isinstance(error, RecursionError) else "a number of too many digits"
-        raise UserError(f"{place}: is not JSON ({reason}); write one object a line") from error
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise UserError(f'{place}: needs an object with either "prompt" (a text) or "messages" (a list)')
+    entry = parse_prompt(line, place)
     given = entry.get("id")
     if given is not None and (isinstance(given, bool) or not isinstance(given, str | int) or given == ""):
         raise UserError(f'{place}: "id" must be a text or a whole number')
