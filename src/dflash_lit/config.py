@@ -122,6 +122,10 @@ class PlacementSection:
     prefetch: Optional[int] = None  # requests in flight while a drafter trains on a batch: targets / drafters, and one more
     share: bool = False  # let target ranks share GPUs with others where there are too few (slow)
     timeout_s: float = 15.0  # a process not heard of for so long ends the run
+    interface: Optional[str] = (
+        None  # of the network; loopback on one host, else the one that leads to host 0; "all": listen on all
+    )
+    message_limit_gib: float = 4.0  # refuse messages between drafters and targets that are larger; features are none
 
 
 @dataclass

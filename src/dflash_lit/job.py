@@ -250,7 +250,7 @@ class Job:
             world.told(f"target/{rank}")  # has read its weights
         return RemoteTarget(
             world,
-            Channel(world, self.device, self.transport),
+            self._channel(world),
             self.plan.info,
             self.plan.drafter.target_layer_ids,
             device=self.device,
@@ -267,13 +267,16 @@ class Job:
         """Of features: NCCL if every rank of a host has a GPU of its own."""
         return transport_between([device.index for device in self.plan.devices])
 
+    def _channel(self, world: World) -> Channel:
+        return Channel(world, self.device, self.transport, limit_gib=self.cfg.placement.message_limit_gib)
+
     def serve(self) -> None:
         """What a target rank does instead of everything below."""
         world = self.world
         assert world is not None
         serve(
             world,
-            lambda: Channel(world, self.device, self.transport),
+            lambda: self._channel(world),
             load_target(self.plan, self.cfg, self.device),
             self.plan.drafter.target_layer_ids,
             teacher=self.teacher,

@@ -20,6 +20,7 @@ from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig, feature_laye
 from dflash_lit.errors import UserError
 from dflash_lit.export import drafter_from_checkpoint, read_config
 from dflash_lit.objective.config import Objective
+from dflash_lit.placement.interfaces import check_interface
 from dflash_lit.placement.layout import Layout, device_name, devices
 from dflash_lit.target.frozen import TargetInfo
 
@@ -208,6 +209,9 @@ def _layout(placement: PlacementSection) -> Layout:
         raise UserError(f"placement.prefetch={placement.prefetch}: must be at least 0")
     if not 2 <= placement.timeout_s < math.inf:
         raise UserError(f"placement.timeout_s={placement.timeout_s:g}: must be at least 2 seconds")
+    if not 0.001 <= placement.message_limit_gib < math.inf:  # less than a message about what is too large
+        raise UserError(f"placement.message_limit_gib={placement.message_limit_gib:g}: must be at least 0.001")
+    check_interface(placement.interface)
     return Layout(placement.targets, placement.drafters, placement.hosts)
 
 

@@ -66,9 +66,11 @@ def _lead(main: Callable[[], object]) -> int:
     return code
 
 
-def _lead_run(layout: Layout, started: Started, text: str, script: str, timeout_s: float) -> World:
+def _lead_run(
+    layout: Layout, started: Started, text: str, script: str, timeout_s: float, interface: str | None = None
+) -> World:
     _led.append(layout)
-    return lead(layout, started, text, command=[sys.executable, script], timeout_s=timeout_s)
+    return lead(layout, started, text, command=[sys.executable, script], timeout_s=timeout_s, interface=interface)
 
 
 def begin(composed: DictConfig, train: Train, script: str) -> float | None:
@@ -100,7 +102,7 @@ def _begin(composed: DictConfig, train: Train, script: str) -> float | None:
     if cfg.ckpt_path is not None:
         told.ckpt_path = str(Path(cfg.ckpt_path).absolute())  # the others may stand in another folder
     text = OmegaConf.to_yaml(told)
-    with _lead_run(plan.layout, started, text, script, cfg.placement.timeout_s) as world:
+    with _lead_run(plan.layout, started, text, script, cfg.placement.timeout_s, cfg.placement.interface) as world:
         return train(cfg, plan, world)
 
 

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from dflash_lit.errors import RankError
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout
+from dflash_lit.placement.secret import ForgedError
+from dflash_lit.placement.signed_store import SignedStore
 
 __all__ = ["Watch"]
 
@@ -40,7 +42,7 @@ class Watch:
     answer to its cancellation.
 
     Args:
-        store: a client of its own: a client blocks while it waits.
+        store: by a client of its own: a client blocks while it waits.
         layout, rank: physical.
         stale_s: a rank not heard of for so long is taken for dead or hung.
         start_s: the same for its first beat.
@@ -58,7 +60,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SignedStore,
         layout: Layout,
         rank: int,
         *,
@@ -81,6 +83,7 @@ class Watch:
         self._over = threading.Event()
         self._found: str | None = None  # a failure, not yet told
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._newest: dict[int, int] = {}  # number of the newest beat
         self._broken = False
         self._answered = time.monotonic()
         self._talker = threading.Thread(target=self._talk, name="dflash_lit-beats", daemon=True)
@@ -151,6 +154,8 @@ class Watch:
                 self.failure = told.decode() or None
             if self._over.is_set():
                 self.store.set(f"beat/{self.rank}", _LEFT)
+        except ForgedError as error:
+            self.failure = self.failure or str(error)  # the others read the same
         except Exception:
             self._broken = not self._over.is_set()
 
@@ -158,9 +163,12 @@ class Watch:
         """Who has not been heard of for too long, as a failure."""
         for rank, value in enumerate(beats):
             if value and value != self._seen.get(rank, (b"", 0.0))[0]:
-                self._seen[rank] = (value, now)
                 if value != _LEFT.encode():
-                    self.flows[rank] = Flow.from_json(json.loads(value)[1])
+                    number, flow = json.loads(value)
+                    if number <= self._newest.get(rank, 0):  # an old one, put there again by somebody else
+                        continue
+                    self._newest[rank], self.flows[rank] = number, Flow.from_json(flow)
+                self._seen[rank] = (value, now)
 
         def silent(rank: int, share: float = 1.0) -> bool:
             heard, limit = (self._seen[rank][1], self.stale_s) if rank in self._seen else (began, self.start_s)
@@ -240,7 +248,7 @@ def _of_a_connection(error: BaseException) -> bool:
     )
 
 
-def beats_of(layout: Layout, store: dist.Store) -> None:
+def beats_of(layout: Layout, store: SignedStore) -> None:
     """Make all the keys that a watch reads, before any other rank looks."""
     store.set("abort", "")
     for rank in range(layout.world):
