@@ -14,6 +14,8 @@ from typing import Any, Optional
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from dflash_lit.requeue import run_folder
+
 __all__ = ["TrainConfig", "register", "wandb_offline"]
 
 # OmegaConf reads these annotations at run time and wants Optional[...] rather than "| None" in older versions.
@@ -141,6 +143,9 @@ class TrainerSection:
     log_every_n_steps: int = 5
     enable_progress_bar: bool = True
     threads: Optional[int] = None  # CPU threads of torch; torch's own choice
+    max_time: Optional[str] = None  # DD:HH:MM:SS or hours, from the program's start: then it saves and ends with 0
+    save_within_s: float = 60.0  # of SIGTERM, SIGUSR1 or max_time: a run that has not ended by then fails
+    requeue: Optional[bool] = None  # after SIGUSR1 let SLURM start the run again; in a batch job
 
 
 @dataclass
@@ -189,7 +194,8 @@ def wandb_offline() -> bool:
 
 
 def register() -> None:
-    """Make the schema known to Hydra under the name ``schema``, and the resolver that conf/logger/wandb.yaml uses."""
+    """Make the schema known to Hydra under the name ``schema``, and the resolvers that conf/ uses."""
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     # A resolver, so that `--cfg job` shows the key and not one machine's answer.
     OmegaConf.register_new_resolver("wandb_offline", wandb_offline, replace=True)
     ConfigStore.instance().store(name="schema", node=TrainConfig)

@@ -23,8 +23,12 @@ from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout
 from dflash_lit.placement.secret import ForgedError
 from dflash_lit.placement.signed_store import SignedStore
+from dflash_lit.stopping import stopping
 
-__all__ = ["Watch"]
+__all__ = ["STOPPED", "Watch"]
+
+STOPPED = "rank 0 was told to stop"
+"""Stands where a failure does: all ranks leave at once, and in silence with 0."""
 
 _LEFT = "left"
 _GONE = "is gone: it was killed or has crashed"
@@ -135,7 +139,7 @@ class Watch:
     # -- the thread that talks
 
     def _talk(self) -> None:
-        keys = [f"beat/{rank}" for rank in range(self.layout.world)]
+        keys = [*(f"beat/{rank}" for rank in range(self.layout.world)), "stop"]
         began = last = time.monotonic()
         number = 0
         try:
@@ -147,7 +151,12 @@ class Watch:
                 last = now
                 number += 1
                 self.store.set(f"beat/{self.rank}", json.dumps([number, self._flow().to_json()]))
-                silent = self._silent(self.store.multi_get(keys), now, began)
+                *beats, stop = self.store.multi_get(keys)
+                if stop:
+                    stopping.tell(int(stop))
+                elif stopping.signal:  # so that no rank begins what takes long
+                    self.store.set("stop", str(stopping.signal))
+                silent = self._silent(beats, now, began)
                 found = self._found or silent
                 told = self.store.compare_set("abort", "", found) if found else self.store.get("abort")
                 self._answered = time.monotonic()
@@ -219,6 +228,10 @@ class Watch:
             lost: without a store, so of rank 0 nothing is to be expected.
         """
         self._end()  # connections to the ended break, which wakes a main thread that waits for them
+        if why == STOPPED:
+            if self.rank != 0:
+                os._exit(0)
+            return  # the time it has is not this one's to say
         if self.rank == 0 and self._over.wait(_GRACE_S):
             return  # the main thread has left, and speaks
         if self._local == 0 or (self._local == 1 and self._is_left_alone(lost)):
@@ -251,6 +264,7 @@ def _of_a_connection(error: BaseException) -> bool:
 def beats_of(layout: Layout, store: SignedStore) -> None:
     """Make all the keys that a watch reads, before any other rank looks."""
     store.set("abort", "")
+    store.set("stop", "")
     for rank in range(layout.world):
         store.set(f"beat/{rank}", "")
 

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -35,7 +34,8 @@ from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.secret import Key, find_secret, new_secret
 from dflash_lit.placement.signed_store import SignedStore
 from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment
-from dflash_lit.placement.watch import Watch, beats_of, client
+from dflash_lit.placement.watch import STOPPED, Watch, beats_of, client
+from dflash_lit.stopping import stopping
 
 __all__ = ["NO_LIMIT", "World", "follow", "lead"]
 
@@ -183,17 +183,19 @@ class World:
         self.watch.start()
         if self.watch.parent is not None and self.started.local_rank == 1:
             outlive_parent()  # to say that it is gone
-        if self.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # Between the phases of a run there is nothing to save, but there are others to be ended.
-            with contextlib.suppress(ValueError):  # not the main thread
-                signal.signal(signal.SIGTERM, _leave)
-                self.at_end(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        if self.rank == 0:
+            alone, stopping.too_late = stopping.too_late, self.watch.abort
+            self.at_end(lambda: setattr(stopping, "too_late", alone))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            if error is None or (isinstance(error, Interrupted) and error.checkpoint is not None):  # all ranks are here
+            if error is None or (isinstance(error, Interrupted) and not error.alone):  # all ranks are here
                 self.goodbye()
+            elif isinstance(error, Interrupted) and self.ended:
+                pass
+            elif isinstance(error, Interrupted) and self.rank == 0:
+                self.watch.abort(STOPPED)
             else:
                 self._fail(error)
         finally:
@@ -206,6 +208,8 @@ class World:
             RankError: instead of ``error``, unless that is meant for the user of this very process.
         """
         failure = self.watch.behind(error)
+        if failure == STOPPED and self.rank != 0:
+            raise Interrupted(0, None) from None  # rank 0 says so
         if failure is None and self.rank != 0 and isinstance(error, Exception):
             # What all drafters meet with at once, such as a checkpoint that is refused, is for rank 0 to say.
             deadline = time.monotonic() + _RANK_0_FIRST_S
@@ -267,10 +271,6 @@ class World:
         while self._cleanups:
             with contextlib.suppress(Exception):
                 self._cleanups.pop()()
-
-
-def _leave(signum: int, _: object) -> None:
-    raise Interrupted(signum, None)
 
 
 @dataclass(frozen=True)
@@ -396,6 +396,7 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
     """
     parent = die_with_parent() if started.by == "us" else None
     ignore_stops()
+    stopping.follows = True
     port = started.port or 29500
     secret = find_secret()
     try:
