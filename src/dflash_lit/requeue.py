@@ -91,8 +91,8 @@ def _note(command: Sequence[str]) -> Path:
 
 
 def note_folder(folder: Path) -> None:
-    """Let this run find its folder again when SLURM starts it again."""
-    if job_id() is not None:
+    """Let this run find its folder again when SLURM starts it again. One that was named finds it by that."""
+    if job_id() is not None and folder.absolute().parent == runs_root().absolute():
         write_whole(_note(sys.argv[1:]), f"{folder.absolute()}\n")
 
 

@@ -26,6 +26,7 @@ from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.interfaces import address_of, interface_of, listening_address, on_interface
 from dflash_lit.placement.layout import Layout
 from dflash_lit.placement.secret import ForgedError, Key, find_secret
+from dflash_lit.placement.signed_pickle import seal, unseal
 from dflash_lit.placement.signed_store import LARGEST, SignedStore
 from dflash_lit.placement.watch import Watch, beats_of
 from tests.placement.test_faults import SOON, SPLIT, Live, live
@@ -216,6 +217,21 @@ def test_a_message_that_is_too_large(ends: tuple[Channel, Channel]) -> None:
     drafter.call(1, len, bytes(2**21))
     with pytest.raises(ValueError, match=r"placement\.message_limit_gib=0\.001"):
         target.next_request()
+
+
+def test_a_strangers_broadcast_is_not_unpickled(tmp_path: Path) -> None:
+    ours, theirs = Key(SECRET, "broadcast"), Key("f" * 32, "broadcast")
+    assert unseal(ours, "from 0, 1", seal(ours, "from 0, 1", {"a": (1, None)}), "drafter 0") == {"a": (1, None)}
+    trap = Trap(tmp_path / "ran")
+    for sealed in (
+        seal(theirs, "from 0, 2", trap),
+        seal(ours, "from 0, 1", trap),
+        pickle.dumps(trap),
+        b"",
+    ):  # the second comes again
+        with pytest.raises(ForgedError, match="what drafter 0 tells the others was refused"):
+            unseal(ours, "from 0, 2", sealed, "drafter 0")
+    assert not (tmp_path / "ran").exists()
 
 
 # -- the secret
