@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together
 from dflash_lit.errors import UserError
 from dflash_lit.module import DrafterModule
+from dflash_lit.stopping import stopping
 
 __all__ = ["Acceptance"]
 
@@ -59,8 +60,12 @@ class Acceptance(Callback):
             target: MeasuredTarget = trainer.strategy.target  # type: ignore[attr-defined]
             prompts = trainer.datamodule.eval_prompts[: self.prompts]  # type: ignore[attr-defined]
             length = self.max_new_tokens
+            if stopping.signal:  # nobody goes by them
+                return trainer.strategy.broadcast(taus)
             taus["acceptance/tau_greedy"] = measure(target, module.drafter, prompts, max_new_tokens=length, plain=False).tau
             for budget in budgets if target.no_trees is None else ():
+                if stopping.signal:
+                    break
                 got = measure_together(target, module.drafter, prompts, budget, max_new_tokens=length)
                 taus[f"val/tau@{budget}"] = got.tau
         return trainer.strategy.broadcast(taus)

@@ -20,8 +20,12 @@ from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig, feature_laye
 from dflash_lit.errors import UserError
 from dflash_lit.export import drafter_from_checkpoint, read_config
 from dflash_lit.objective.config import Objective
+from dflash_lit.placement.interfaces import check_interface
 from dflash_lit.placement.layout import Layout, device_name, devices
+from dflash_lit.requeue import wanted
+from dflash_lit.stopping import duration
 from dflash_lit.target.frozen import TargetInfo
+from dflash_lit.trained import left_to_decode
 
 __all__ = ["Plan", "derive_drafter", "make_plan"]
 
@@ -208,6 +212,9 @@ def _layout(placement: PlacementSection) -> Layout:
         raise UserError(f"placement.prefetch={placement.prefetch}: must be at least 0")
     if not 2 <= placement.timeout_s < math.inf:
         raise UserError(f"placement.timeout_s={placement.timeout_s:g}: must be at least 2 seconds")
+    if not 0.001 <= placement.message_limit_gib < math.inf:  # less than a message about what is too large
+        raise UserError(f"placement.message_limit_gib={placement.message_limit_gib:g}: must be at least 0.001")
+    check_interface(placement.interface)
     return Layout(placement.targets, placement.drafters, placement.hosts)
 
 
@@ -262,6 +269,11 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         raise UserError(
             f"trainer.precision={cfg.trainer.precision!r}: choose {' or '.join(_PRECISIONS)} (the masters are fp32 in both)"
         )
+    if cfg.trainer.max_time is not None:
+        duration(cfg.trainer.max_time)
+    if not 0 < cfg.trainer.save_within_s < math.inf:
+        raise UserError(f"trainer.save_within_s={cfg.trainer.save_within_s:g}: must be positive")
+    wanted(cfg.trainer.requeue)
     if cfg.target.dtype not in (None, *_DTYPES):
         raise UserError(f"target.dtype={cfg.target.dtype!r}: choose {', '.join(_DTYPES)}")
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
@@ -312,7 +324,7 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
     if cfg.ckpt_path is not None and checkpoint:
         drafter_from_checkpoint(cfg.ckpt_path)  # refuses what is no checkpoint before any work is done
         done = int(torch.load(cfg.ckpt_path, map_location="cpu", weights_only=True, mmap=True).get("global_step", 0))
-        if done >= cfg.trainer.max_steps:
+        if done >= cfg.trainer.max_steps and not left_to_decode(cfg.ckpt_path):
             raise UserError(
                 f"ckpt_path={cfg.ckpt_path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train; "
                 "dflash-lit export writes its drafter"

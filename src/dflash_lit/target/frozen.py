@@ -37,12 +37,14 @@ from dflash_lit.target.reader import TargetReader, no_trees
 __all__ = [
     "EMBEDDED",
     "LAST_HIDDEN",
+    "OWN_CODE",
     "FrozenTarget",
     "TargetEnds",
     "TargetInfo",
     "document_mask",
     "end_token_ids",
     "generation_settings",
+    "own_code",
 ]
 
 Item = TypeVar("Item")
@@ -72,6 +74,18 @@ def resolve_path(path: str) -> str:
     return str(Path(__file__).parent / "embedded") if path == EMBEDDED else path
 
 
+OWN_CODE = "custom code"
+"""Transformers says so of a model that cannot be read without its own code."""
+
+
+def own_code(place: str | Path) -> str:
+    """What to do about such a model."""
+    return (
+        f"this model comes with code of its own, which would run here with your rights; read it in {place}, and if you trust it set "
+        "target.trust_remote_code=true (commands: --trust-remote-code)"
+    )
+
+
 @dataclass(frozen=True)
 class TargetInfo:
     """What can be known of a target before its weights are read."""
@@ -93,6 +107,8 @@ class TargetInfo:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
+            if not trust_remote_code and OWN_CODE in str(error):
+                raise UserError(f"target.path={path!r}: {own_code(place)}") from error
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f"target.path={path!r}: no usable model there ({reason}); give a folder in Hugging Face layout, "
