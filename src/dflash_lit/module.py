@@ -29,6 +29,7 @@ from dflash_lit.drafter.model import Drafter
 from dflash_lit.drafter.noise import CompiledNoise, add_noise, noise_keys
 from dflash_lit.drafter.path_head import PathHead
 from dflash_lit.errors import UserError
+from dflash_lit.guard.probe import Probe, gradient_norms
 from dflash_lit.objective.config import Objective
 from dflash_lit.objective.head import HeadResult, fused_available, head_loss, tree_lengths
 from dflash_lit.objective.metrics import Ratios, accepted_lengths
@@ -70,6 +71,9 @@ class DrafterModule(L.LightningModule):
             made of has none.
         dense_limit_gib: refuse dense attention over this size.
         compile_on_cpu: run the drafter through its graphs on a CPU, too (a GPU always does).
+
+    Attributes:
+        probe: is shown every step, and decides whether its update happens; None: all of them do.
     """
 
     def __init__(
@@ -116,6 +120,9 @@ class DrafterModule(L.LightningModule):
         self.val_accuracy = Ratios(slots)
         self.val_survival = Ratios(slots)
         self._window: Tensor | None = None
+        self._losses: list[Tensor] = []
+        self._floor: Tensor | None = None
+        self.probe: Probe | None = None
         self.floor_ratio: Tensor
         if self.objective.top:
             # Of the step before; part of the checkpoint, so that a resumed run goes on with the same weights.
@@ -310,12 +317,18 @@ class DrafterModule(L.LightningModule):
 
     # -- training
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def results(self, batch: Batch) -> tuple[Blocks, HeadResult, HeadResult | None]:
+        """The forward pass of a training step: blocks, the loss's sums, and those of a path head if there is one."""
         blocks = self.blocks(batch, self.current_epoch)
         hidden = self(batch, blocks)
         result = self.loss(batch, blocks, hidden)
         # A path head learns from the same blocks; without one there is nothing to add.
-        path = None if self.drafter.path_head is None else self.loss(batch, blocks, self.tell(hidden, blocks))
+        return blocks, result, None if self.drafter.path_head is None else self.loss(batch, blocks, self.tell(hidden, blocks))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        blocks, result, path = self.results(batch)
+        if self.probe is not None:
+            self.probe.rows(batch, result.nll if path is None else result.nll + path.nll)
         # Blocks with a label in every slot; one that was left out (objective.capacity) is none.
         complete = (blocks.label_ok.flatten(0, 1) & (result.rank < self.head.shape[0])).all(dim=-1)
         length = ((accepted_lengths(result.hit) + 1) * complete).sum()
@@ -345,9 +358,13 @@ class DrafterModule(L.LightningModule):
         """Turn summed gradients into those of the global mean, and log it."""
         assert self._window is not None, "an optimizer step without a training step"
         # The mean over ranks times their number is the sum; the gradients were averaged over ranks, too.
-        total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
+        window = self._window if self.probe is None else torch.cat([self._window, self.probe.bad_rows()])
+        total = self.trainer.strategy.reduce(window, reduce_op="sum")
         assert isinstance(total, Tensor)
         self._window = None
+        self._losses = []
+        if self.probe is not None:
+            total, self._bad_rows = total[:-1], total[-1:]
         parts = self._parts()
         losses = total[3 : 3 + 2 * len(parts)].unflatten(0, (-1, 2))
         for name, parameters, (numerator, denominator) in zip(("train/loss", "train/path_loss"), parts, losses, strict=False):
@@ -357,10 +374,11 @@ class DrafterModule(L.LightningModule):
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-            self.log(name, numerator / denominator)
+            self._losses.append(numerator / denominator)
+            self.log(name, self._losses[-1])
         if self.objective.top:
             tree, floor = total[-2:]
-            self.floor_ratio.copy_(self.objective.floor_ratio(tree, floor))
+            self._floor = self.objective.floor_ratio(tree, floor)
         self.log("train/chain_eal", total[0] / total[1].clamp(min=1))
         if self.objective.capacity < 1:
             self.log("train/dropped_labels", total[2])
@@ -381,15 +399,33 @@ class DrafterModule(L.LightningModule):
     ) -> None:
         """Clip by the norm over all gradients of a part, without a wait for the device; logs the norm before.
 
+        The probe then says whether the step is one: the optimizer reads that from ``found_inf``, as it would of a gradient scaler.
+
         Lightning's own refuses a fused optimizer under mixed precision, because a fused step could undo the loss scale of
         fp16 itself. There is no scale in bf16.
         """
+        every, totals = [], []
         for name, parameters in zip(("train/gradient_norm", "train/path_gradient_norm"), self._parts(), strict=False):
+            norms = gradient_norms([p.grad for p in parameters if p.grad is not None])
+            total = torch.linalg.vector_norm(norms)
             if gradient_clip_val is not None:
-                norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
-            else:
-                norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            self.log(name, norm)
+                torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, total)
+            self.log(name, total)
+            every.append(norms)
+            totals.append(total)
+        floor = self._floor
+        if self.probe is not None:
+            skip = self.probe.decide(self.trainer.global_step + 1, self._bad_rows, self._losses, totals, torch.cat(every))
+            optimizer.found_inf = skip  # type: ignore[attr-defined]
+            floor = None if floor is None else torch.where(skip.bool(), self.floor_ratio, floor)
+        if floor is not None:
+            self.floor_ratio.copy_(floor)
+
+    def probed(self) -> tuple[tuple[str, ...], dict[str, Parameter]]:
+        """Names of the losses, and the parameters by name in the order in which :class:`Probe` gets their gradients."""
+        parts = self._parts()
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        return ("train/loss", "train/path_loss")[: len(parts)], {names[id(p)]: p for part in parts for p in part}
 
     def make_optimizer(self) -> Optimizer:
         """Over the drafter's parameters, with the settings given."""
