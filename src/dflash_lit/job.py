@@ -31,6 +31,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 
+from dflash_lit.checkpoints.contract import CONTENT, compare
+from dflash_lit.checkpoints.file import load
+from dflash_lit.checkpoints.io import VerifiedCheckpointIO
 from dflash_lit.commands import one_line, stop_code
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
@@ -412,7 +415,15 @@ class Job:
             module.features = (train, val)
 
     def _make_data(self, target: FrozenTarget | RemoteTarget) -> JobData:
-        return self._chats(target) if self.cfg.data.kind == "chat" else self._responses(target)
+        make = self._chats if self.cfg.data.kind == "chat" else self._responses
+        if self.cfg.ckpt_path is None:
+            return make(target)
+        # What plan.py could not know yet, each before the work that comes next.
+        saved = load(self.cfg.ckpt_path, mmap=True)
+        compare(saved, {"drafter.target_fingerprint": target.fingerprint})
+        made = make(target)
+        compare(saved, {CONTENT: made.module.contract()[CONTENT]})
+        return made
 
     def _chats(self, target: FrozenTarget | RemoteTarget) -> JobData:
         """Conversations as they are."""
@@ -514,23 +525,7 @@ class Job:
     def module(self, target: FrozenTarget | RemoteTarget) -> DrafterModule:
         """The drafter, new or warm-started, under its training step."""
         cfg, plan = self.cfg, self.plan
-        config = {**plan.drafter.to_dict(), "target_fingerprint": target.fingerprint}
-        module = DrafterModule(
-            config,
-            target.ends(),
-            plan.objective.to_dict(),
-            anchors=cfg.drafter.anchors,
-            seed=cfg.seed,
-            optimizer=cfg.optimizer.kind,
-            lr=cfg.optimizer.lr,
-            betas=list(cfg.optimizer.betas),
-            weight_decay=cfg.optimizer.weight_decay,
-            warmup=cfg.optimizer.warmup,
-            tree_budgets=list(cfg.evaluation.tree_budgets),
-            feature_noise=cfg.drafter.feature_noise,
-            dense_limit_gib=cfg.drafter.dense_limit_gib,
-            compile_on_cpu=bool(cfg.drafter.compile),
-        )
+        module = DrafterModule(ends=target.ends(), **plan.module_settings(cfg, target.fingerprint))
         if cfg.drafter.init_from is not None:
             warm = load_drafter(cfg.drafter.init_from)
             # Complete but for a path head that the run adds to a drafter without one.
@@ -564,7 +559,7 @@ class Job:
         # By its public way: Lightning would requeue a job by itself, and save inside of a signal handler.
         alone = self.world is None and SLURMEnvironment.detect()
         return L.Trainer(
-            plugins=[SLURMEnvironment(auto_requeue=False)] if alone else None,
+            plugins=[VerifiedCheckpointIO(), *([SLURMEnvironment(auto_requeue=False)] if alone else [])],
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             strategy=self.strategy(target),
             devices=self.plan.layout.drafters,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from dflash_lit.attention.block_mask import block_mask
 from dflash_lit.attention.dense import block_attention, dense_block_mask, refuse_large
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise, slot_tokens
+from dflash_lit.checkpoints.contract import CONTRACT, compare, settings
+from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.decode.chain import head_logits
 from dflash_lit.decode.lattice import make_lattice
 from dflash_lit.drafter.compiled import CompiledDrafter
@@ -28,7 +30,6 @@ from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.drafter.noise import CompiledNoise, add_noise, noise_keys
 from dflash_lit.drafter.path_head import PathHead
-from dflash_lit.errors import UserError
 from dflash_lit.guard.probe import Probe, gradient_norms
 from dflash_lit.objective.config import Objective
 from dflash_lit.objective.head import HeadResult, fused_available, head_loss, tree_lengths
@@ -71,6 +72,7 @@ class DrafterModule(L.LightningModule):
             made of has none.
         dense_limit_gib: refuse dense attention over this size.
         compile_on_cpu: run the drafter through its graphs on a CPU, too (a GPU always does).
+        tokenizer: digest of the target's, to be found in checkpoints; empty: unknown.
 
     Attributes:
         probe: is shown every step, and decides whether its update happens; None: all of them do.
@@ -93,6 +95,7 @@ class DrafterModule(L.LightningModule):
         feature_noise: float = 0.0,
         dense_limit_gib: float = 4.0,
         compile_on_cpu: bool = False,
+        tokenizer: str = "",
     ) -> None:
         super().__init__()
         objective = Objective(**(objective or {})).to_dict()
@@ -476,45 +479,21 @@ class DrafterModule(L.LightningModule):
 
     # -- checkpoint
 
+    def contract(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint of this one must have in common with it."""
+        try:
+            data = self.trainer.datamodule  # type: ignore[attr-defined]
+        except RuntimeError:  # not attached to a Trainer
+            data = None
+        return {**settings(self.hparams), **(data.contract() if isinstance(data, RowDataModule) else {})}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CONTRACT] = self.contract()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to resume a checkpoint of another drafter, target or mask token.
+        """Refuse to resume a checkpoint of another drafter, target, objective or optimizer, or of other data.
 
         Raises:
-            UserError: naming the first field that differs, and both values.
+            UserError: naming every field that differs, and both values.
         """
-        saved = checkpoint["hyper_parameters"]
-        ours = self.config.to_dict()
-        # Of checkpoints from before a field was added; with lists for tuples, as in to_dict().
-        standard_drafter = {
-            field.name: list(field.default) if isinstance(field.default, tuple) else field.default
-            for field in fields(DrafterConfig)
-            if field.default is not MISSING
-        }
-        compared = {
-            f"drafter.{name}": (saved["drafter"].get(name, standard_drafter.get(name)), value) for name, value in ours.items()
-        }
-        # Chunking and the form of checkpointing change memory, not results.
-        standard = Objective().to_dict()  # of checkpoints from before a field was added
-        names = ["labels", "weights", "gamma", "alpha", "capacity"]
-        if self.objective.labels == "soft":
-            names.append("temperature")
-        if self.objective.weights == "tree_survival":
-            names += ["tree_budget", "tree_temperature", "floor", "floor_weights"]
-        for name in names:
-            then = saved["objective"].get(name, standard[name])
-            compared[f"objective.{name}"] = (then, self.objective.to_dict()[name])
-        compared |= {
-            "drafter.anchors": (saved.get("anchors"), self.anchors),
-            "drafter.feature_noise": (saved.get("feature_noise", 0.0), self.feature_noise),
-            "seed": (saved.get("seed"), self.seed),
-            "optimizer.kind": (saved.get("optimizer"), self.optimizer_kind),
-        }
-        # Lightning restores these with the optimizer, so another value would silently have no effect.
-        for name in ("lr", "betas", "weight_decay"):
-            compared[f"optimizer.{name}"] = (saved.get(name), self.hparams[name])
-        for key, (then, now) in compared.items():
-            if then != now:
-                raise UserError(
-                    f"ckpt_path: the checkpoint has {key}={then}, this run {now}; "
-                    "resume with the settings it was made with, or start a new run from its export (drafter.init_from)"
-                )
+        compare(checkpoint, self.contract())

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,6 +133,17 @@ class TargetInfo:
     @property
     def layers(self) -> int:
         return int(self.text.num_hidden_layers)
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Names the tokenizer: equal for equal ids of every text, and for equal special tokens."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        whole = json.loads(backend.to_str()) if backend is not None else sorted(self.tokenizer.get_vocab().items())
+        if isinstance(whole, dict):
+            for state in ("padding", "truncation"):  # of the last call
+                whole.pop(state, None)
+        about = json.dumps([whole, self.tokenizer.special_tokens_map], sort_keys=True, default=str)
+        return hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
 
     @property
     def windows(self) -> dict[str, int | None]:
