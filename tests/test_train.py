@@ -257,6 +257,8 @@ def test_a_sweep_trains_each_and_a_failed_job_does_not_look_like_success(shelf: 
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (summary_of(folder / str(job)) for job in range(2))
     assert first["train_loss"] != second["train_loss"]
+    assert done.stderr.count("no run of these shapes has ended here; said after step 2") == 1
+    assert done.stderr.count("as the last run of these shapes here") == 1
     done = run("train.py", "-m", "drafter.block_size=1", f"hydra.sweep.dir={shelf / 'bad'}", folder=shelf)
     assert done.returncode == 1
     assert "error: job 0: drafter.block_size=1" in done.stderr
