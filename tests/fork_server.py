@@ -32,6 +32,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 
 IMPORTED = """
@@ -69,7 +71,9 @@ os._exit(code)
 
 @functools.cache
 def forked_python() -> str:
-    """Path of the program; its server ends with this process."""
+    """Path of the program; its server ends with this process. Where forking is not safe, ``sys.executable``."""
+    if sys.platform != "linux" or torch.cuda.is_available():  # a GPU's driver that was looked at before is of no use afterwards
+        return sys.executable
     folder = Path(tempfile.mkdtemp(prefix="forked"))
     program = folder / "python"
     address = str(folder / "socket")

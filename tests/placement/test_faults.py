@@ -278,7 +278,8 @@ def test_a_rank_that_raises(shelf: Path, overrides: tuple[str, ...], fault: str,
     ids=["killed", "stopped"],
 )
 def test_a_lost_host(shelf: Path, signum: signal.Signals, overrides: tuple[str, ...], who: str) -> None:
-    with live(shelf, *overrides, f"placement.timeout_s={STALE}", hosts=2) as run:
+    python = forked_python() if signum == signal.SIGKILL else ""
+    with live(shelf, *overrides, f"placement.timeout_s={STALE}", hosts=2, python=python) as run:
         run.until("step 3/")
         os.killpg(run.hosts[1].pid, signum)
         began = time.monotonic()
