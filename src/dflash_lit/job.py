@@ -68,6 +68,7 @@ from dflash_lit.stopping import stopping
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 from dflash_lit.trained import forget_trained, metrics_of, note_trained
 from dflash_lit.watching.announce import announcement
+from dflash_lit.watching.pace import StepClock, pace_file, read_pace, write_pace
 from dflash_lit.watching.resumed import run_of_checkpoint
 
 __all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
@@ -167,6 +168,9 @@ class Job:
         self.metrics: dict[str, float] = {}
         self.exported = self.folder / "drafter"
         self.started = time.monotonic()
+        self.pace_file = pace_file(cfg, plan, cache_folder(cfg.data.cache_dir))
+        self.last_pace = read_pace(self.pace_file)
+        self.clock = StepClock(self.started, say=self.last_pace is None)
 
     @property
     def leads(self) -> bool:
@@ -212,8 +216,9 @@ class Job:
     def announce(self) -> None:
         """Print what will happen, before anything heavy does."""
         if self.leads:
-            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_memory()
-            for name, text in announcement(self.cfg, self.plan, free).items():
+            gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+            free = torch.cuda.mem_get_info(self.device)[0] if gpu else free_memory()
+            for name, text in announcement(self.cfg, self.plan, free, pace=self.last_pace, gpu=gpu).items():
                 self.console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
     # -- building
@@ -554,6 +559,7 @@ class Job:
         if not loggers:
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
         if self.leads:
+            callbacks = [*callbacks, self.clock]
             for logger in loggers:
                 logger.log_hyperparams(self.described())
         # By its public way: Lightning would requeue a job by itself, and save inside of a signal handler.
@@ -710,6 +716,8 @@ class Job:
             if isinstance(callback, TakesSummary):
                 callback.on_summary(trainer, summary, self.exported)
         Console().print(closing_table(summary, _shown(report)))
+        if pace := self.clock.pace(time.monotonic(), runs=self.last_pace.runs + 1 if self.last_pace else 1):
+            write_pace(self.pace_file, pace)
 
 
 def _check_monitors(callbacks: Sequence[Callback], tree_budgets: Sequence[int]) -> None:

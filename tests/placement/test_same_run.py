@@ -18,7 +18,6 @@ from tests.test_train import QUICK, run
 
 SMALL = [
     *QUICK,
-    "logger=csv",
     "evaluation.prompts=1",
     "evaluation.temperatures=[]",
     # 12 rows: an epoch is six batches of one drafter, three of two. Five steps of two drafters are more than an epoch.

@@ -16,7 +16,12 @@ from tests.test_train import QUICK, run, train
 from tests.watching.offline_run import OfflineRun
 
 # The worst loss is "best", so that the best checkpoint is not the last.
-KEEP = ["callbacks.checkpoint.save_top_k=-1", "callbacks.checkpoint.monitor=val/loss", "callbacks.checkpoint.mode=max"]
+KEEP = [
+    "logger=default",
+    "callbacks.checkpoint.save_top_k=-1",
+    "callbacks.checkpoint.monitor=val/loss",
+    "callbacks.checkpoint.mode=max",
+]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +151,8 @@ def test_a_resumed_run_goes_on_with_the_same_run(whole: OfflineRun, folder: Path
 
 def test_a_run_that_fails_can_be_read_and_says_why(shelf: Path) -> None:
     place = shelf / "failed"
-    done = run("train.py", *QUICK, "callbacks.checkpoint.monitor=val/nothing", f"hydra.run.dir={place}", folder=shelf)
+    wrong = ("logger=default", "callbacks.checkpoint.monitor=val/nothing")
+    done = run("train.py", *QUICK, *wrong, f"hydra.run.dir={place}", folder=shelf)
     assert done.returncode != 0
     failed = OfflineRun(place)
     assert failed.exit_code == 1
@@ -155,7 +161,7 @@ def test_a_run_that_fails_can_be_read_and_says_why(shelf: Path) -> None:
 
 
 def test_several_processes_write_one_run(shelf: Path) -> None:
-    split = train("placement=split", "placement.drafters=2", "data.train_prompts=40", folder=shelf)
+    split = train("logger=default", "placement=split", "placement.drafters=2", "data.train_prompts=40", folder=shelf)
     found = OfflineRun(split)
     assert found.exit_code == 0
     assert found.config["derived"]["processes"] == 3
