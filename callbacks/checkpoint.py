@@ -60,14 +60,13 @@ class SafeCheckpoint(ModelCheckpoint):
         if self.monitor == _AUTO:
             self.monitor = _acceptance_metric(trainer, pl_module)
         super().setup(trainer, pl_module, stage)
-        if trainer.is_global_zero:
-            folders = {Path(str(self.dirpath)), *([Path(trainer.ckpt_path).parent] if trainer.ckpt_path else [])}
-            for folder in folders:
-                remove_leftovers(folder)
 
-    # -- what is left of the best checkpoints when a run goes on
+    # -- what earlier runs have left
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            for folder in {Path(str(self.dirpath)), *([Path(trainer.ckpt_path).parent] if trainer.ckpt_path else [])}:
+                remove_leftovers(folder)
         if trainer.ckpt_path is None:
             return
         named = [self.best_model_path, self.last_model_path, *self.best_k_models]

@@ -133,13 +133,18 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(whole: Path, shelf
     assert second["responses_from_cache"] is True
 
 
-def test_a_checkpoint_of_other_settings_is_refused(whole: Path, shelf: Path) -> None:
-    checkpoint = whole / "checkpoints" / "step=2.ckpt"
-    done = run("train.py", *QUICK, f"ckpt_path='{checkpoint}'", "drafter.block_size=6", folder=shelf)
+def test_a_checkpoint_of_other_settings_or_data_is_refused(whole: Path, shelf: Path) -> None:
+    resume = f"ckpt_path='{whole / 'checkpoints' / 'step=2.ckpt'}'"
+    done = run("train.py", *QUICK, resume, "drafter.block_size=6", "seed=3", "optimizer.lr=0.5", folder=shelf)
     assert done.returncode == 2
-    assert (
-        done.stderr.strip().splitlines()[-1].startswith("error: ckpt_path: the checkpoint has drafter.block_size=8, this run 6")
-    )
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ckpt_path: the checkpoint has drafter.block_size=8, this run 6; ")
+    for words in ("optimizer.lr=0.01, this run 0.5", "seed=0, this run 3"):
+        assert words in line
+    assert "target" not in done.stderr.split("error:")[0], "it is said before the target is read"
+    done = run("train.py", *QUICK, resume, "data.train_prompts=16", folder=shelf)
+    assert done.returncode == 2
+    assert "the checkpoint has data (digest of the training rows)=" in done.stderr.strip().splitlines()[-1]
 
 
 def test_a_finished_run_is_not_resumed_in_silence(whole: Path, shelf: Path) -> None:
