@@ -661,7 +661,7 @@ def main() -> int:
             name = ",".join(f"{one.targets}+{one.drafters}" for one in placements)
             killer = Killer(
                 placements,
-                (work / name).absolute(),
+                (work / name.replace(",", "_")).absolute(),  # a comma is a list to Hydra
                 kills=count,
                 rng=random.Random(f"{options.seed} {name}"),
                 steps=options.steps,
