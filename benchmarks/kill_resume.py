@@ -557,6 +557,7 @@ def _differ(where: str, one: Any, other: Any, rtol: float) -> Iterator[str]:
 def _checkpoints(reference: Path, folder: Path, rtol: float) -> Iterator[str]:
     saved = [load(path / "checkpoints" / "last.ckpt") for path in (reference, folder)]
     for checkpoint, path in zip(saved, (reference, folder), strict=True):
+        checkpoint.pop("recent_metrics")  # of the last seconds, however many steps those were
         # Names of folders and of the W&B run are each run's own.
         text = json.dumps(checkpoint["callbacks"], default=_plain).replace(str(path), "RUN")
         checkpoint["callbacks"] = json.loads(re.sub(r'("wandb_run_id": )"\w+"', r'\1"RUN"', text))
@@ -599,7 +600,7 @@ def _wandb(reference: Path, folders: list[Path], rtol: float, abandoned: set[str
     (whole,) = reference.glob("wandb/offline-run-*/run-*.wandb")
     # A start without a checkpoint to go on from is a run of its own; it goes no further than that.
     read = [history for part in parts if (history := _history(part))[0] not in abandoned]
-    ids = {run for run, _ in read}
+    ids = {run for run, _ in read if run}  # a part may be killed before anything of it is written
     if len(ids) > 1:
         yield f"W&B: {len(ids)} runs, not one: {sorted(ids)}"
     wanted = _history(whole)[1]

@@ -235,7 +235,7 @@ class Job:
         kind = str(node.get("_target_")).rsplit(".", 1)[-1]
         if self.cfg.ckpt_path is not None and kind == "MetricsLogger":
             return {"resumes": self.cfg.ckpt_path}
-        if self.cfg.ckpt_path is None or kind != "WandbLogger":
+        if self.cfg.ckpt_path is None or not kind.endswith("WandbLogger"):
             return {}
         if node.get("id") or node.get("version"):
             return {}
