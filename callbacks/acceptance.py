@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 class Acceptance(Callback):
     """Decode a few held-out prompts greedily; log ``acceptance/tau_greedy`` of chains and ``val/tau@BUDGET`` of draft trees.
 
-    Chains at the start and after every validation, trees after every validation: all prompts of a budget in one batch. Any of
+    Chains before the first step and after every validation, trees after every validation: all prompts of a budget in one batch. Any of
     these can be the ``monitor`` of a checkpoint callback. Nothing is compiled for it.
 
     Prompts come from the data module (``eval_prompts``), the target from the placement (``strategy.target``). Without prompts,
@@ -88,7 +88,8 @@ class Acceptance(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DrafterModule)
-        if not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
+        # A run that goes on has been measured: it is to log what it would have logged uninterrupted.
+        if trainer.global_step or not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
             return
         taus = self._taus(trainer, pl_module, ())
         for logger in trainer.loggers:

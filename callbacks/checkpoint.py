@@ -32,6 +32,7 @@ class SafeCheckpoint(ModelCheckpoint):
     - ``monitor="auto"`` is ``val/tau@64`` where :class:`Acceptance` decodes draft trees (at another budget if not at 64), and
       ``val/tree_eal@64`` elsewhere.
     - What killed writers have left in the folder, and in that of the checkpoint a run goes on from, is removed at the start.
+    - Nothing is saved between the batches of an optimizer step.
     - A resumed run forgets those of the best checkpoints that are not in its folder any more.
 
     Args:
@@ -55,6 +56,7 @@ class SafeCheckpoint(ModelCheckpoint):
         super().__init__(monitor=monitor, mode=mode or "min", **settings)
         self.on_disk_full = on_disk_full
         self._saving = False
+        self._step = -1
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.monitor == _AUTO:
@@ -62,6 +64,10 @@ class SafeCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     # -- what earlier runs have left
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.current_score = state_dict.get("current_score")  # which Lightning forgets
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -113,7 +119,16 @@ class SafeCheckpoint(ModelCheckpoint):
             if trainer.is_global_zero:
                 _log.warning("%s. Training goes on (callbacks.checkpoint.on_disk_full=continue)", said)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._step = trainer.global_step
+
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        # Lightning may save while gradients are being accumulated, which no checkpoint holds: a run that has been resumed from a step at
+        # which it saves would, again, after the first batch of the next.
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
         with self._outliving(trainer):
             super().on_train_batch_end(trainer, *arguments)
 

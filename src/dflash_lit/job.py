@@ -253,8 +253,11 @@ class Job:
         return made["callbacks"], made["logger"]
 
     def _resumed(self, node: Any) -> dict[str, str]:
-        """For a W&B logger of a run that resumes another (``ckpt_path``): the id of that one's, unless the config gives one."""
-        if self.cfg.ckpt_path is None or not str(node.get("_target_")).endswith(".WandbLogger"):
+        """What a logger needs of the run whose checkpoint this one goes on from: W&B's its id, unless the config gives one; CSV its file."""
+        kind = str(node.get("_target_")).rsplit(".", 1)[-1]
+        if self.cfg.ckpt_path is not None and kind == "MetricsLogger":
+            return {"resumes": self.cfg.ckpt_path}
+        if self.cfg.ckpt_path is None or not kind.endswith("WandbLogger"):
             return {}
         if node.get("id") or node.get("version"):
             return {}

@@ -44,12 +44,16 @@ class Scored(BoringModel):
 
 
 class KillAfter(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    """Before a batch of the step after ``step``; of the gradients' accumulation the first, or the ``batch``-th."""
+
+    def __init__(self, step: int, batch: int = 0) -> None:
+        self.step, self.left = step, batch
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
-            raise RuntimeError("killed")
+            if not self.left:
+                raise RuntimeError("killed")
+            self.left -= 1
 
 
 def made(folder: Path, *overrides: str) -> list[SafeCheckpoint]:
@@ -59,7 +63,13 @@ def made(folder: Path, *overrides: str) -> list[SafeCheckpoint]:
 
 
 def fit(
-    folder: Path, module: L.LightningModule, *overrides: str, ckpt: Path | None = None, stop: int = -1
+    folder: Path,
+    module: L.LightningModule,
+    *overrides: str,
+    ckpt: Path | None = None,
+    stop: int = -1,
+    batch: int = 0,
+    accumulate: int = 1,
 ) -> list[SafeCheckpoint]:
     saves = made(folder, *overrides)
     trainer = L.Trainer(
@@ -72,7 +82,8 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*saves, KillAfter(stop)],
+        callbacks=[*saves, KillAfter(stop, batch)],
+        accumulate_grad_batches=accumulate,
         plugins=[VerifiedCheckpointIO()],
         default_root_dir=folder,
     )
@@ -105,6 +116,25 @@ def test_a_run_that_goes_on_in_its_folder_keeps_what_a_whole_one_would(tmp_path:
     best, _ = fit(tmp_path, Scored(*scores), top, ckpt=folder / "last.ckpt")
     assert kept(tmp_path) == kept(tmp_path / "whole") == {"last.ckpt": 8, "step=2.ckpt": 2, "step=8.ckpt": 8}
     assert best.best_k_models.keys() == {str(folder / "step=2.ckpt"), str(folder / "step=8.ckpt")}
+
+
+def test_nothing_is_saved_between_the_batches_of_a_step(tmp_path: Path) -> None:
+    """Their gradients would be lost. Lightning does so after resuming from a step at which it saves."""
+    often, file = "+callbacks.last_checkpoint.every_n_train_steps=2", tmp_path / "checkpoints" / "last.ckpt"
+    scores = Scored(1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(tmp_path, scores, often, stop=2, accumulate=2)
+    before = file.read_bytes()
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(tmp_path, scores, often, ckpt=file, stop=2, batch=1, accumulate=2)
+    assert file.read_bytes() == before
+    assert load(file)["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"] == 4
+
+
+def test_what_lightning_forgets_is_known_after_resuming(tmp_path: Path) -> None:
+    best, _ = fit(tmp_path, Scored(1, 3, 2, 0))
+    again, _ = fit(tmp_path, Scored(1, 3, 2, 0), ckpt=tmp_path / "checkpoints" / "last.ckpt")
+    assert best.current_score == again.current_score == 3
 
 
 def test_leftovers_beside_the_checkpoint_that_a_run_goes_on_from_are_removed(tmp_path: Path) -> None:

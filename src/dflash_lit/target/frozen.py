@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -336,6 +337,11 @@ class FrozenTarget:
                 trust_remote_code=info.trust_remote_code,
                 output_loading_info=True,
             )
+        except pickle.UnpicklingError as error:  # Transformers reads pickled weights with weights_only=True
+            raise UserError(
+                f"target.path={info.path!r}: its pickled weights hold more than tensors, code that would run when they are read, or are "
+                "damaged; they are refused: get the model as safetensors"
+            ) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(
                 f"target.path={info.path!r}: its weights could not be read ({str(error).splitlines()[0]})"
