@@ -55,6 +55,8 @@ NOT_RUN = {
     r"python benchmarks/data.py .*": "minutes; what it measures is tested in tests/data",
     r"python benchmarks/placement.py .*": "minutes, of processes that are to have cores of their own",
     r"dflash-lit wandb-workspace ENTITY/PROJECT": "needs the network",
+    r"dflash-lit replay .*bad_steps/.*": "needs a step that went wrong; run by tests/guard",
+    r"python benchmarks/kill_resume.py .*": "minutes; run small by tests/benchmarks",
 }
 """Commands of this repository that are only parsed or composed, and why."""
 
