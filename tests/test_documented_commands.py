@@ -51,7 +51,7 @@ NOT_RUN = {
     r"python -m dflash_lit.target.embedded.build .*": "trains for many minutes; run small by tests/target/test_embedded.py",
     r"python benchmarks/(step|online).py .*|.* --target qwen3-8b --shape S": GPU,
     r"python benchmarks/ddtree_objectives.py run .*": "trains for hours; run small by tests/benchmarks",
-    r"python benchmarks/decode.py": "run by tests/benchmarks",
+    r"python benchmarks/decode.py.*": "run by tests/benchmarks",
     r"python benchmarks/data.py .*": "minutes; what it measures is tested in tests/data",
     r"python benchmarks/placement.py .*": "minutes, of processes that are to have cores of their own",
     r"dflash-lit wandb-workspace ENTITY/PROJECT": "needs the network",
