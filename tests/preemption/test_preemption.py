@@ -47,6 +47,7 @@ class Shelf:
             "DFLASH_LIT_RUNS": str(self.runs),
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),  # a script in a folder does not see train.py
             "PATH": f"{programs}:{os.environ['PATH']}",
         }
 
