@@ -23,6 +23,7 @@ from dflash_lit.checkpoints.file import load
 from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
+from dflash_lit.files import read_json
 
 __all__ = ["drafter_from_checkpoint", "drafter_of", "load_drafter", "read_config", "save_drafter", "served_config"]
 
@@ -131,12 +132,7 @@ def read_config(folder: str | Path) -> DrafterConfig:
     """The ``config.json`` of an exported folder; UserError naming file and field where it is wrong."""
     folder = Path(folder)
     path = folder / _CONFIG
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the folder of an exported drafter") from error
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({error})") from error
+    raw = read_json(path, "give the folder of an exported drafter")
     if not isinstance(raw, dict) or not isinstance(raw.get("dflash_config"), dict):
         raise UserError(f"{path}: has no dflash_config; is this a DFlash drafter?")
     own = raw["dflash_config"]

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_lit.errors import UserError
+from dflash_lit.files import read_json
 
 __all__ = ["SavedStep", "finish", "read_step", "save_batches", "save_weights"]
 
@@ -93,12 +94,7 @@ def read_step(folder: str | Path) -> SavedStep:
     """
     folder = Path(folder)
     path = folder / _FACTS
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a folder of RUN/bad_steps") from error
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({error})") from error
+    facts = read_json(path, "give a folder of RUN/bad_steps")
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         raise UserError(f"{path}: is no saved step of this version; replay it with the version that saved it")
     kinds: dict[str, type] = {"step": int, "epoch": int, "drafters": int, "weights_step": int, "module": dict, "target": dict}
