@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
-from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
-from rich.text import Text
 
 from callbacks.throughput import Throughput
 from dflash_lit.watching.progress_line import SHOWN, WIDTH, progress_line
+from dflash_lit.watching.terminal import line_and_bar, live_console
 
 __all__ = ["Progress"]
 
@@ -53,11 +50,11 @@ class Progress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.first = self.step = trainer.global_step
         self.tokens, self.started = 0, time.monotonic()
+        self.ended, self.validates = self.started, False
         self.total = int(trainer.estimated_stepping_batches)
         self._metrics: dict[str, float] = {}
-        console = Console(stderr=True)
-        # FORCE_COLOR makes a terminal of any file for rich, so the file itself is asked.
-        if self.enabled and sys.stderr.isatty() and not console.is_dumb_terminal and not os.environ.get("CI"):
+        console = live_console() if self.enabled else None
+        if console is not None:
             self.live = Live(console=console, get_renderable=self._shown, refresh_per_second=4)
             self.live.start()
             console.show_cursor(True)  # a process that is killed could not bring it back
@@ -68,7 +65,7 @@ class Progress(ProgressBar):
         self.tokens += batch["input_ids"].numel() * trainer.world_size
         if not self.enabled or trainer.global_step == self.step:
             return
-        self.step = trainer.global_step
+        self.step, self.ended = trainer.global_step, time.monotonic()
         every = max(self.total // self.lines, 1)
         if self.live is not None:
             # Reading a metric waits for the device, so not every step.
@@ -84,21 +81,20 @@ class Progress(ProgressBar):
         return {"pipeline/ktok_s": since_start, **last, **logged}
 
     def _left(self) -> float | None:
-        """Seconds, at the pace since the start."""
+        """Seconds, at the pace of the steps since the start; it stands still until the next one has ended."""
         done = self.step - self.first
-        return (time.monotonic() - self.started) / done * (self.total - self.step) if done else None
+        return (self.ended - self.started) / done * (self.total - self.step) if done else None
 
     def _shown(self) -> Table:
-        """The line, and a bar in the columns that it leaves."""
         width = self.live.console.width if self.live else WIDTH
         line = progress_line(self.step, self.total, self._metrics, self._left(), width - 1)
-        table = Table.grid(padding=(0, 1))
-        cells: list[Any] = [Text(line, no_wrap=True, overflow="crop")]
-        room = width - len(line) - 3
-        if room >= 10:
-            cells.append(Bar(total=max(self.total, 1), completed=self.step, width=min(room, 40)))
-        table.add_row(*cells)
-        return table
+        return line_and_bar(line, self.step, self.total, width, "validates" if self.validates else "")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.validates = True
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.validates = False
 
     def _close(self) -> None:
         if self.live is not None:

@@ -29,6 +29,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.progress import Progress
 from rich.text import Text
 
 from dflash_lit.checkpoints.contract import CONTENT, compare
@@ -70,6 +71,7 @@ from dflash_lit.trained import forget_trained, metrics_of, note_trained
 from dflash_lit.watching.announce import announcement
 from dflash_lit.watching.pace import StepClock, pace_file, read_pace, write_pace
 from dflash_lit.watching.resumed import run_of_checkpoint
+from dflash_lit.watching.terminal import live_console
 
 __all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
 
@@ -508,12 +510,14 @@ class Job:
         decoded = [prompt for prompt in decoded if not data.validate_on_train or prompt.name in learnt]
         prompts = [list(prompt.input_ids) for prompt in decoded[: self.cfg.evaluation.prompts if info.packs else 0]]
         module.eval_prompts = prompts  # type: ignore[attr-defined]
-        self.console.print(
-            f"  {len(everything.documents)} responses of {target.info.path} at T={data.temperature:g}"
+        said = (
+            f"{len(everything.documents)} responses of {target.info.path} at T={data.temperature:g}"
             f" ({everything.repetitive} repetitive and {everything.empty} empty ones dropped"
             + (", from the cache)" if everything.from_cache else f", {everything.tokens_per_second:.0f} tokens/s)")
             + f"; {len(rows[0])} + {len(rows[1])} rows of {data.row_tokens} tokens, {100 * rows[0].efficiency:.1f} % filled"
         )
+        # A path may hold what rich takes for markup, and a line of a log stays a line.
+        self.console.print(Text(f"  {said}"), soft_wrap=True)
         self._say_one_a_row(info, rows[0].efficiency)
         figures = {
             "responses": len(everything.documents),
@@ -625,13 +629,15 @@ class Job:
             summary["not_decoded"] = f"rejected drafts cannot be taken back from layers of kind {target.info.not_packed!r}"
         sides = self._sides(target, drafter, data)
         for temperature in settings.temperatures if target.info.packs else ():
-            got = measure(
-                *sides,
-                data.eval_prompts,
-                max_new_tokens=self.plan.max_new_tokens,
-                temperature=temperature,
-                seed=self.cfg.seed,
-            )
+            with Progress(console=Console(stderr=True), transient=True, disable=live_console() is None) as progress:
+                got = measure(
+                    *sides,
+                    data.eval_prompts,
+                    max_new_tokens=self.plan.max_new_tokens,
+                    temperature=temperature,
+                    seed=self.cfg.seed,
+                    progress=progress,
+                )
             tau = "tau_greedy" if temperature == 0 else f"tau_t{temperature:g}"
             tag = "" if temperature == 0 else f"_t{temperature:g}"
             summary |= {

@@ -69,7 +69,7 @@ def length_curves(metrics: Mapping[str, Series]) -> str | None:
         _line(axes, tau, "decoded tau", color=ORANGE, marker="D", markersize=4, linestyle="--")
         tree = metrics.get("val/tau@64", ())
         _line(axes, tree, "decoded tree tau@64", color=GREY, marker="^", markersize=4, linestyle="--")
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
         return _svg(figure, axes, "Accepted length over steps")
 
 
@@ -105,7 +105,7 @@ def budget_curves(metrics: Mapping[str, Series]) -> str | None:
         for trees, name, look in ((expected, "tree EAL", "-"), (decoded, "decoded tau", "--")):
             for budget, series in trees.items():
                 _line(axes, series, f"{name}@{budget}", color=colours[budget], linestyle=look, marker="o", markersize=3)
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
         return _svg(figure, axes, "Accepted length by budget over steps")
 
 
@@ -119,7 +119,7 @@ def pipeline_curves(metrics: Mapping[str, Series]) -> str | None:
             ("demand_ktok_s", "drafters could take", ORANGE, "--"),
         ):
             _line(axes, metrics.get(f"pipeline/{name}", ()), label, color=color, linestyle=look, linewidth=1.3)
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
         return _svg(figure, axes, "Tokens a second over steps")
 
 
@@ -160,7 +160,7 @@ def tau_by_budget(decoded: Mapping[str, Mapping[int, tuple[float, float]]]) -> s
                 )
             axes.set_xticks(range(len(shown)), [str(budget) if budget else "chain" for budget in shown])
             axes.margins(x=0.12)
-            axes.set_ylim(bottom=0)
+            _from_zero(axes)
         return _svg(figure, axes, "Decoded tau by node budget")
 
 
@@ -258,6 +258,11 @@ def _line(axes: Axes, series: Series, label: str, **look: object) -> None:
     points = [(x, y) for x, y in series if math.isfinite(y)]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **look)  # type: ignore[arg-type]
+
+
+def _from_zero(axes: Axes) -> None:
+    """Autoscaling leaves room for the range of the values, which is little for lengths that hardly differ: markers would be cut."""
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _svg(figure: Figure, axes: Axes, title: str) -> str | None:

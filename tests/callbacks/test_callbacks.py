@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from rich.console import Console
 
 from callbacks.acceptance import Acceptance
 from callbacks.export import Export
@@ -138,3 +141,38 @@ def test_progress_lines_without_a_terminal(embedded: FrozenTarget, tmp_path: Pat
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
     assert all("Ktok/s" in line and "s left" in line and len(line) <= 80 for line in lines)
+
+
+def test_the_line_says_that_it_validates_and_its_time_left_stands_still(embedded: FrozenTarget, tmp_path: Path) -> None:
+    progress, seen = Progress(), []
+
+    class Look(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            progress.total = 10  # so that time is left
+
+        def look(self, moment: str) -> None:
+            console = Console(width=80, file=io.StringIO())
+            console.print(progress._shown())
+            lines = console.file.getvalue().rstrip().splitlines()  # type: ignore[attr-defined]
+            assert len(lines) == 1
+            assert len(lines[0]) <= 80
+            seen.append((moment, "validates" in lines[0], progress._left()))
+
+        def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if not trainer.sanity_checking:
+                self.look("begins")
+
+        def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if not trainer.sanity_checking:
+                time.sleep(0.02)
+                self.look("ends")
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.look("step")
+
+    fit(embedded, tmp_path, DrafterModule, progress, Look())
+    assert {validates for moment, validates, _ in seen if moment == "step"} == {False}
+    begins, ends = ([one for one in seen if one[0] == moment] for moment in ("begins", "ends"))
+    assert begins
+    assert all(validates for _, validates, _ in begins + ends)
+    assert [left for *_, left in begins] == [left for *_, left in ends]

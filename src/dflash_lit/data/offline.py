@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from dflash_lit.data.datamodule import EMPTY_ROW, RowDataset
@@ -25,6 +24,7 @@ from dflash_lit.data.held import held
 from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget
+from dflash_lit.watching.counted import Counted
 
 __all__ = ["LocalSource", "StoredFeatures", "ensure_features", "offline_bytes", "offline_key", "write_features"]
 
@@ -223,14 +223,13 @@ def ensure_features(
             "target run in every epoch (data.offline=false)"
         )
     console.print(f"  offline features: {size / 2**30:.2f} GiB go to {place}", highlight=False)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("features", total=sum(map(len, missing.values())))
+    with Counted("features of rows", sum(map(len, missing.values())), show=not console.quiet) as counted:
         for folder, rows in missing.items():
             write_features(
                 rows,
                 folder,
                 source.with_features,
                 rows_per_batch=rows_per_batch,
-                report=lambda count: progress.advance(task, count),
+                report=counted.advance,
             )
     return folders

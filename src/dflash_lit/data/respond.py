@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from dflash_lit.data.documents import Document
@@ -30,6 +29,7 @@ from dflash_lit.data.prompts import Prompt
 from dflash_lit.data.repetition import is_repetitive
 from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo, generation_settings
+from dflash_lit.watching.counted import Counted
 
 __all__ = ["PromptBatch", "RespondingTarget", "Responses", "generate_batch", "respond"]
 
@@ -133,7 +133,7 @@ def respond(
         batch_size: prompts at a time, >= 1.
         seed: of the sampling; each batch is seeded by itself.
         cache_dir: folder of the stored responses; made if missing.
-        progress: show a bar with tokens per second and the time left.
+        progress: show tokens per second and the time left.
 
     Raises:
         UserError: if a setting is out of range, a prompt is empty, or prompt and response are longer than the target reads.
@@ -220,14 +220,12 @@ def _generate(
     ]
     texts: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * len(prompts)
     tokens, began = 0, time.perf_counter()
-    with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
-        bar.set_description("responses")
+    with Counted("responses", len(prompts), show=progress) as counted:
         for chosen, responses in zip(groups, target.each(generate_batch, batches), strict=True):
             for index, response in zip(chosen, responses, strict=True):
                 texts[index] = response
                 tokens += len(response)
-            bar.update(len(chosen))
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
+            counted.advance(len(chosen), f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
     return texts
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lit.data.chat import ChatSettings, ChatTokenizer, Tokens
@@ -33,6 +32,7 @@ from dflash_lit.data.skips import Skip, SkipRecord, Skips
 from dflash_lit.data.sources import Shard, Source, find_sources, read_shard, shards
 from dflash_lit.errors import UserError
 from dflash_lit.placement.children import ignore_stops
+from dflash_lit.watching.counted import Counted
 
 __all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
@@ -225,13 +225,13 @@ def _tokenise(
     processes = min(workers or (cores if len(missing) >= _FEW_PARTS else 1), max(len(missing), 1))
     before = len(parts) - len(missing)
     with (
-        tqdm(total=len(parts), initial=before, desc="tokenising", unit="part", disable=not progress or not missing) as bar,
+        Counted("tokenised parts", len(parts), done=before, show=progress and bool(missing)) as counted,
         closing(_done(missing, tokenizer, settings, folder, processes)) as done,  # an error ends the processes at once
     ):
         for number in done:
             _count(skips, folder, number)
             skips.check(settings.skip_limit, final=False)
-            bar.update()
+            counted.advance()
     everything = Skips()
     for number in range(len(parts)):
         _count(everything, folder, number)

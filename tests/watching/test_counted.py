@@ -1,0 +1,77 @@
+"""What is counted outside the training, in a log file and in a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import termios
+import time
+
+import pytest
+
+from dflash_lit.watching.counted import Counted
+
+
+def count(total: int, **settings: float) -> None:
+    with Counted("responses", total, **settings) as counted:  # type: ignore[arg-type]
+        for _ in range(total):
+            counted.advance(1, "640 tokens/s")
+
+
+def test_a_log_has_plain_lines_and_not_many(capsys: pytest.CaptureFixture[str]) -> None:
+    count(200, quiet_s=0)
+    said = capsys.readouterr().err
+    assert "\r" not in said
+    assert "\x1b" not in said
+    lines = said.splitlines()
+    assert re.fullmatch(r"responses 1/200 640 tokens/s \d+s left", lines[0])
+    assert [line.split()[1] for line in lines[1:]] == [f"{done}/200" for done in range(20, 201, 20)]
+    assert max(map(len, lines)) <= 80
+    count(200, quiet_s=3600)  # what is quick says only that it is done
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["200/200"]
+
+
+def test_what_was_done_before_is_no_pace_and_nothing_needs_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with Counted("parts", 10, done=9) as counted:
+        assert counted.line() == "parts 9/10"
+        counted.advance()
+        assert counted.line() == "parts 10/10 0s left"
+    capsys.readouterr()
+    count(0)
+    with Counted("parts", 2, show=False) as counted:
+        counted.advance(2)
+    assert capsys.readouterr().err == ""
+
+
+def test_no_figures_break_the_line() -> None:
+    with Counted("x" * 70, 10**12, done=10**11, show=False) as counted:
+        counted.advance(1, "1,234,567 tokens/s")
+        assert len(counted.line()) == 80
+        assert len(counted.line(40)) == 40
+
+
+@pytest.mark.parametrize("ci", [False, True])
+def test_in_a_terminal_it_is_drawn_over_itself(ci: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("CI", raising=False)
+    if ci:
+        monkeypatch.setenv("CI", "true")
+    with open(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Counted("responses", 2) as counted:
+            counted.advance(2, "640 tokens/s")
+            time.sleep(0 if ci else 0.6)  # drawn four times a second
+        stream.flush()
+        shown = os.read(main, 65536).decode()
+        monkeypatch.undo()
+    os.close(main)
+    states = [part for part in re.split(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]", shown) if part.strip()]
+    assert states
+    assert max(map(len, states)) <= 80
+    assert any("2/2 640 tokens/s 0s left" in state for state in states)
+    assert ("\x1b[2K" in shown) != ci
+    assert len(states) == 1 or not ci
