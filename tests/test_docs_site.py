@@ -58,3 +58,10 @@ def test_the_links_of_the_readme_lead_somewhere() -> None:
     inside = [link for link in links if not link.startswith("http")]
     assert len(inside) > 5
     assert [link for link in inside if not (ROOT / link).exists()] == []
+
+
+def test_the_glossary_is_in_order_and_has_the_words_of_the_progress_line() -> None:
+    words = re.findall(r"^\| \*\*(.+?)\*\* \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert words == sorted(words, key=str.lower)
+    known = {part for word in words for part in word.split(", ")}
+    assert {"chain EAL", "tree EAL@budget", "tau", "Ktok/s", "wait share"} <= known

@@ -18,6 +18,7 @@ from dflash_lit.errors import UserError
 from dflash_lit.report import main
 from dflash_lit.sweep_report import sweep_report
 from dflash_lit.sweep_results import read_sweep, settings
+from dflash_lit.sweeps.outcome import Outcome
 from tests.test_report import Page
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -124,6 +125,16 @@ def test_a_sweep_in_which_all_failed_has_a_report_and_no_best(tmp_path: Path) ->
     assert "No job has a val/tree_eal@64" in text
     assert "2 without a result" in text
     assert not (tmp_path / "best.yaml").exists()
+
+
+def test_a_job_that_failed_with_a_summary_in_its_folder_is_listed_and_not_the_best(sweep: Path) -> None:
+    Outcome("4", "failed", ("objective.gamma=14", "seed=1"), error="OSError: no space left").write(sweep / "4")
+    read = read_sweep(sweep)
+    assert [one.name for one in read.failed] == ["4", "5"]
+    assert read.best is not None
+    assert read.best.name == "2"
+    assert "no space left" in sweep_report(sweep).read_text()
+    assert "# Job 2 of 6" in (sweep / "best.yaml").read_text()
 
 
 def test_jobs_that_were_never_measured_rank_nowhere(tmp_path: Path) -> None:

@@ -85,8 +85,7 @@ def _failed(sweep: Sweep) -> str:
         [job.name, job.status, " ".join(f"{key}={value}" for key, value in job.overrides.items()), job.reason]
         for job in sweep.failed
     ]
-    explained = "<p>There is no summary.json in their folders.</p>"
-    return f"<h2>{len(rows)} without a result</h2>" + explained + _table(["job", "status", "overrides", "why"], rows)
+    return f"<h2>{len(rows)} without a result</h2>" + _table(["job", "status", "overrides", "why"], rows)
 
 
 def _value(job: SweepJob, metric: str) -> str:

@@ -30,7 +30,7 @@ class SweepJob:
 
     Attributes:
         overrides: key -> value as given, ``+`` and ``~`` left out of the key.
-        summary: of ``summary.json``; None if there is none, or none that can be read.
+        summary: of ``summary.json``; None if there is none, or none that can be read, and of a job that did not end well.
         outcome: of ``job.json``; None while the job runs, or if its process was killed.
     """
 
@@ -107,7 +107,7 @@ class Sweep:
 
     @property
     def failed(self) -> list[SweepJob]:
-        """Jobs without a summary: they failed, were given up or stopped, or still run."""
+        """They failed, were given up or stopped, or still run."""
         return [job for job in self.jobs if job.summary is None]
 
     @property
@@ -134,10 +134,7 @@ def read_sweep(folder: str | Path) -> Sweep:
         UserError: if there are none.
     """
     folder = Path(folder)
-    jobs = tuple(
-        SweepJob(path, _overrides(path / ".hydra" / "overrides.yaml"), _summary(path / "summary.json"), read_outcome(path))
-        for path in _job_folders(folder)
-    )
+    jobs = tuple(_job(path) for path in _job_folders(folder))
     if not jobs:
         raise UserError(
             f"{folder}: holds no jobs of a sweep (folders with .hydra/overrides.yaml); give what hydra.sweep.dir was"
@@ -170,6 +167,13 @@ def scalars(jobs: Sequence[SweepJob]) -> list[str]:
     """Keys of the summaries that hold a number anywhere, in their order."""
     keys = dict.fromkeys(key for job in jobs for key in job.summary or {})
     return [key for key in keys if any(job.value(key) is not None for job in jobs)]
+
+
+def _job(folder: Path) -> SweepJob:
+    outcome = read_outcome(folder)
+    # A job may fail after it has written its summary, as in what is done with it.
+    summary = _summary(folder / "summary.json") if outcome is None or outcome.state == "done" else None
+    return SweepJob(folder, _overrides(folder / ".hydra" / "overrides.yaml"), summary, outcome)
 
 
 def _job_folders(folder: Path) -> list[Path]:

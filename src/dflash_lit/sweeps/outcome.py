@@ -92,7 +92,8 @@ def run_job(job: Callable[[], float | None]) -> float | None:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    (folder / FILE).unlink(missing_ok=True)  # of a sweep that is run again
+    for old in (FILE, "summary.json"):  # of a sweep that is run again
+        (folder / old).unlink(missing_ok=True)
     began = time.monotonic()
 
     def write(state: Literal["done", "failed", "pruned", "stopped"], **facts: object) -> None:
