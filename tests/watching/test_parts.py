@@ -121,3 +121,17 @@ def test_the_library_takes_the_layout() -> None:
     assert len(panels) == sum(len(section.panels) for section in SECTIONS)
     lines = {panel.title: panel for panel in panels if type(panel).__name__ == "LinePlot"}
     assert lines["accepted by slot"].metric_regex == r"val/acceptance_slot_\d+"
+
+
+def test_a_workspace_that_wandb_does_not_take_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb_workspaces")
+    for name, value in (("HOME", str(tmp_path)), ("NETRC", str(tmp_path / "none")), ("WANDB_CONFIG_DIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
+    assert main(["wandb-workspace", "some/thing"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    assert said.startswith("error: some/thing: W&B did not take the workspace; is there a key (wandb login)?; ")

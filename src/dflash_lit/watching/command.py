@@ -33,9 +33,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         workspace.save()
     except Exception as error:  # of the network, of W&B, of its library: each has kinds of its own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{entity}/{project}: W&B did not take the workspace ({reason}); is there a key (wandb login)?"
-        ) from error
+        # What it said is appended, as that of any error behind this one.
+        raise UserError(f"{entity}/{project}: W&B did not take the workspace; is there a key (wandb login)?") from error
     print(workspace.url)
     return 0
