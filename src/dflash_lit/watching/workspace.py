@@ -66,6 +66,7 @@ SECTIONS = (
             Panel("chain EAL", "line", ("train/chain_eal",)),
             Panel("gradient norm", "line", ("train/gradient_norm", "train/path_gradient_norm"), log=True),
             Panel("learning rate", "line", ("train/learning_rate",), regex=r"train/learning_rate.*"),
+            Panel("steps that went wrong", "line", ("train/skipped_steps", "train/spikes", "train/rollbacks")),
         ),
     ),
     Section(
