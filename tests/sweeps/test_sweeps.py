@@ -118,8 +118,9 @@ def test_wrong_input_to_all_jobs_starts_none(shelf: Path) -> None:
             "error: hydra.sweeper.params: nothing to search",
         ),
         (("sweep=tpe", "optimizer.lr=interval(2,1)"), "error: optimizer.lr=interval(2,1): give an interval whose end"),
+        (("sweep=tpe", "objective=dflash,nosuch"), "error: In 'train': Could not find 'objective/nosuch'"),
     ],
-    ids=["trials", "metric", "space", "interval"],
+    ids=["trials", "metric", "space", "interval", "choice"],
 )
 def test_a_search_that_cannot_be_is_refused(overrides: tuple[str, ...], says: str, shelf: Path) -> None:
     pytest.importorskip("optuna", reason="the extra [sweeps] is not installed")
@@ -127,6 +128,7 @@ def test_a_search_that_cannot_be_is_refused(overrides: tuple[str, ...], says: st
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (shelf / "refused" / "study.db").exists()
 
 
 def test_a_search_gives_up_what_is_behind_and_goes_on_where_it_was_stopped(shelf: Path) -> None:

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 if TYPE_CHECKING:
     import optuna
     from hydra.plugins.launcher import Launcher
+    from optuna.distributions import BaseDistribution
 
 __all__ = ["TPESweeper"]
 
@@ -54,9 +55,10 @@ class TPESweeper(Sweeper):
         self.name, self.params = study, params or {}
         self.launcher: Launcher | None = None
         self.config: DictConfig | None = None
+        self.context: HydraContext | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config = config
+        self.config, self.context = config, hydra_context
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -83,6 +85,7 @@ class TPESweeper(Sweeper):
             raise UserError(
                 "hydra.sweeper.params: nothing to search; give for example 'optimizer.lr=tag(log,interval(1e-3,3e-2))'"
             )
+        self._compose_choices(space, fixed)
         folder = Path(self.config.hydra.sweep.dir).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
@@ -90,6 +93,16 @@ class TPESweeper(Sweeper):
         study = self._study()
         while (left := self.trials - self._counted(study)) > 0:
             self._batch(study, space, fixed, min(left, self.jobs), folder)
+
+    def _compose_choices(self, space: dict[str, BaseDistribution], fixed: Sequence[str]) -> None:
+        """Each choice once: a name that does not exist would end the search at the trial that draws it, hours later perhaps."""
+        from optuna.distributions import CategoricalDistribution
+
+        assert self.context is not None
+        assert self.config is not None
+        for key, values in space.items():
+            for choice in values.choices if isinstance(values, CategoricalDistribution) else ():
+                self.context.config_loader.load_sweep_config(self.config, [*fixed, f"{key}={choice}"])
 
     def _study(self) -> optuna.Study:
         import optuna
