@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from dflash_lit import pictures
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.errors import UserError
 from dflash_lit.report import main
-from dflash_lit.sweep_report import sweep_report
+from dflash_lit.sweep_report import ranking, sweep_report
 from dflash_lit.sweep_results import read_sweep, settings
 from dflash_lit.sweeps.outcome import Outcome
 from tests.test_report import Page
@@ -104,6 +106,19 @@ def test_the_page_and_the_table(sweep: Path) -> None:
         "val/chain_eal": repr(2.7 - 0.4),
         "wall_s": "61.0",
     }
+
+
+def test_the_ranking_fits_a_terminal(sweep: Path, tmp_path: Path) -> None:
+    table = ranking(read_sweep(sweep), most=2)
+    assert table is not None
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    lines = [line.split() for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
+    assert " ".join(lines[0]) == "Sweep: 2 of 6 jobs, best first"
+    assert lines[1] == ["job", "objective.gamma", "seed", "val/tree_eal@64"]
+    assert lines[-2:] == [["4", "14", "1", "2.700"], ["2", "7", "1", "2.600"]]
+    job(tmp_path / "failed", 0, ["seed=1"], None)
+    assert ranking(read_sweep(tmp_path / "failed")) is None
 
 
 def test_hostile_values_are_text(tmp_path: Path) -> None:

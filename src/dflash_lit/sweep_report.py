@@ -11,12 +11,15 @@ import io
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from dflash_lit.files import write_whole
 from dflash_lit.sweep_page import page
 from dflash_lit.sweep_results import Sweep, SweepJob, load_config, read_sweep, scalars
 
-__all__ = ["sweep_report"]
+__all__ = ["ranking", "sweep_report"]
 
 
 def sweep_report(folder: str | Path) -> Path:
@@ -39,6 +42,21 @@ def sweep_report(folder: str | Path) -> Path:
     else:
         write_whole(best, _best_config(sweep, sweep.best))
     return write_whole(sweep.folder / "report.html", page(sweep))
+
+
+def ranking(sweep: Sweep, most: int = 10) -> Table | None:
+    """For the terminal: the best jobs by what was varied; None if no job has the metric."""
+    if not sweep.ranked:
+        return None
+    title = f"Sweep: {min(most, len(sweep.ranked))} of {len(sweep.jobs)} jobs, best first"
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("job", *sweep.varied, sweep.metric):
+        table.add_column(Text(name), overflow="fold")
+    for job in sweep.ranked[:most]:
+        given = (job.overrides.get(key, "") for key in sweep.varied)
+        # Text, not str: a value with [brackets] is no markup.
+        table.add_row(*(Text(cell) for cell in (job.name, *given, f"{job.value(sweep.metric):.3f}")))
+    return table
 
 
 def _table(sweep: Sweep) -> str:

@@ -76,6 +76,8 @@ def test_a_failed_job_is_listed_and_stops_nothing(split: tuple[Path, subprocess.
     assert states(folder) == ["done", "failed", "done"]
     assert "sweep: 2 done, 1 failed\n  job 1 (seed=2): rank 0 (drafter, host 0) failed: ArithmeticError: planted" in done.stderr
     assert f"report: {folder}/report.html" in done.stdout
+    assert "Sweep: 2 of 3 jobs, best first" in done.stdout
+    assert f"--config-dir {folder} --config-name best" in done.stdout
     losses = [json.loads((folder / job / "summary.json").read_text())["train_loss"] for job in ("0", "2")]
     assert losses[0] != losses[1]
     assert "planted" in (folder / "report.html").read_text()

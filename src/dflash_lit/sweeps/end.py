@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from rich.console import Console
 
 from dflash_lit.commands import exits_on_user_error
 from dflash_lit.errors import UserError
@@ -44,16 +45,21 @@ class SweepEnd(Callback):
                 _installed(kind, str(config.hydra[kind]._target_))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """List the jobs that have no result, and write the report."""
+        """List the jobs that have no result, write the report, and print the best."""
         folder = Path(config.hydra.sweep.dir)
         outcomes = read_outcomes(folder)
         _failed.extend(one.job for one in outcomes if one.state == "failed")
         for line in closing_lines(outcomes):
             print(line, file=sys.stderr)
         try:
-            from dflash_lit.sweep_report import sweep_report
+            from dflash_lit.sweep_report import ranking, sweep_report
+            from dflash_lit.sweep_results import read_sweep
 
-            print(f"report: {sweep_report(folder)}")
+            report = sweep_report(folder)
+            if (table := ranking(read_sweep(folder))) is not None:
+                Console().print(table)
+                print(f"the best again: python train.py --config-dir {folder} --config-name best")
+            print(f"report: {report}")
         except Exception as error:  # drawing must not make a failure of jobs that are done
             print(f"warning: no report of {folder}: {type(error).__name__}: {error}", file=sys.stderr)
 
