@@ -51,6 +51,8 @@ class Counted:
         """``count`` more are done; ``note`` is shown behind the numbers, as a speed."""
         self.done, self._note = self.done + count, note
         now = self._advanced_at = time.monotonic()
+        if self._live is not None:
+            self._live.refresh()
         if not self.show or self._live is not None:
             return
         tenth = self.done * _LINES // max(self.total, 1) > (self.done - count) * _LINES // max(self.total, 1)
