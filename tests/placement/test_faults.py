@@ -319,7 +319,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_step_that_hangs(shelf: Path) -> Non
 def test_a_signal_to_all_while_responses_are_made(shelf: Path) -> None:
     many = ["data.train_prompts=600", "data.response_tokens=200", "data.responses_per_batch=8"]
     with live(shelf, *SPLIT, *many, f"data.cache_dir={shelf}/other", python=forked_python()) as run:
-        run.until("responses:")
+        run.until("responses 0/")
         time.sleep(1)
         os.killpg(run.pid(0), signal.SIGUSR1)  # as SLURM does
         run.ended(SOON, 0)

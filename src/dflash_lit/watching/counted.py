@@ -21,8 +21,8 @@ _LINES = 10
 class Counted:
     """A context that shows how much is done and the time left.
 
-    In a terminal the line is drawn over itself, and gone at the end. A log file gets a line after ``quiet_s`` seconds, one for each
-    tenth, no sooner than ``quiet_s`` after the one before, and one at the end.
+    In a terminal the line is drawn over itself, and gone at the end. A log file gets a line at the start, one after
+    ``quiet_s`` seconds, one for each tenth, no sooner than ``quiet_s`` after the one before, and one at the end.
 
     Args:
         what: is done.
@@ -39,12 +39,14 @@ class Counted:
 
     def __enter__(self) -> Counted:
         self._began = self._said_at = self._advanced_at = time.monotonic()
-        self._said = 0  # lines
+        self._paced = False  # whether a line has said how long it takes
         console = live_console() if self.show else None
         if console is not None:
             self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=True)
             self._live.start()
             console.show_cursor(True)  # a process that is killed could not bring it back
+        elif self.show and self.done < self.total:
+            print(self.line(), file=sys.stderr, flush=True)
         return self
 
     def advance(self, count: int = 1, note: str = "") -> None:
@@ -56,9 +58,9 @@ class Counted:
         if not self.show or self._live is not None:
             return
         tenth = self.done * _LINES // max(self.total, 1) > (self.done - count) * _LINES // max(self.total, 1)
-        if self.done >= self.total or ((tenth or not self._said) and now - self._said_at >= self.quiet_s):
+        if self.done >= self.total or ((tenth or not self._paced) and now - self._said_at >= self.quiet_s):
             print(self.line(), file=sys.stderr, flush=True)
-            self._said, self._said_at = self._said + 1, now
+            self._paced, self._said_at = True, now
 
     def line(self, width: int = WIDTH) -> str:
         """As it stands, at most :data:`WIDTH` columns."""
