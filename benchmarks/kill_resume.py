@@ -4,7 +4,7 @@
 
 A placement is target ranks + drafter ranks; of several with commas between, each start takes the next, so a run goes on with another
 number of target ranks. Every start but the last is ended by SIGKILL of its process groups at a random moment; some are aimed at what is
-short: the start, the data phase, warm-up, validation, the writing of a checkpoint. It is resumed from ``last.ckpt`` in the same folder
+short: the start, the data phase, warm-up, validation, the writing of a checkpoint, decoding at the end. It is resumed from ``last.ckpt`` in the same folder
 (with ``--folder new``, in a new one each time). When it is over, these must be the reference's, to the last bit on a CPU: batches,
 anchors, features, states of the random generators, losses, weights and optimizer after every step, validations, ``metrics.csv``, the
 steps in W&B, the last checkpoint, the exported drafter, the summary. Prints a line of JSON a placement and one in all; exit code 1 if
