@@ -4,11 +4,12 @@
 
 A placement is target ranks + drafter ranks; of several with commas between, each start takes the next, so a run goes on with another
 number of target ranks. Every start but the last is ended by SIGKILL of its process groups at a random moment; some are aimed at what is
-short: the start, the data phase, warm-up, validation, the writing of a checkpoint, decoding at the end. It is resumed from ``last.ckpt`` in the same folder
-(with ``--folder new``, in a new one each time). When it is over, these must be the reference's, to the last bit on a CPU: batches,
-anchors, features, states of the random generators, losses, weights and optimizer after every step, validations, ``metrics.csv``, the
-steps in W&B, the last checkpoint, the exported drafter, the summary. Prints a line of JSON a placement and one in all; exit code 1 if
-anything differs or is lost. What is lost in W&B is only counted with ``--outside``.
+short: the start, the data phase, warm-up, validation, the writing of a checkpoint, decoding at the end. It is resumed from
+``last.ckpt`` in the same folder (with ``--folder new``, in a new one each time, which keeps a best checkpoint of its own). When it is
+over, these must be the reference's, to the last bit on a CPU: batches, anchors, features, states of the random generators, losses,
+weights and optimizer after every step, validations, ``metrics.csv``, the steps in W&B, the last checkpoint, the exported drafter, the
+summary. Prints a line of JSON a placement and one in all; exit code 1 if anything differs or is lost. What is lost in W&B is only
+counted with ``--outside``.
 
 On a GPU a step's sums are not of one order: ``--rtol`` bounds floats relative to the reference's (default 0 on a CPU, 0.02 on a GPU: that
 of the losses of two equal runs with fused attention over some dozen steps). What is no float must be equal there, too.
@@ -490,7 +491,9 @@ def compare(reference: Path, folders: list[Path], rtol: float, outcome: Outcome,
     last = folders[-1]
     told = [
         *_recorded(reference, folders, rtol, outcome),
-        *_checkpoints([reference / "checkpoints" / "last.ckpt", *filter(None, [resumable(folders)])], rtol),
+        *_checkpoints(
+            [reference / "checkpoints" / "last.ckpt", *filter(None, [resumable(folders)])], rtol, moved=len(folders) > 1
+        ),
         *_logged("metrics.csv", _csv(reference), _csv(last), rtol),
         *_wandb(reference, folders, rtol, abandoned),
     ]
@@ -554,8 +557,12 @@ def _differ(where: str, one: Any, other: Any, rtol: float) -> Iterator[str]:
         yield f"{where}: {str(one)[:60]!r} and {str(other)[:60]!r}"
 
 
-def _checkpoints(paths: list[Path], rtol: float) -> Iterator[str]:
-    """The reference's and the run's last one. In a new folder there is none if nothing was left to train."""
+def _checkpoints(paths: list[Path], rtol: float, *, moved: bool) -> Iterator[str]:
+    """The reference's and the run's last one.
+
+    Args:
+        moved: the run went on in another folder, where it keeps a best of its own.
+    """
     saved = [load(path) for path in paths]
     for checkpoint, path in zip(saved, paths, strict=True):
         checkpoint.pop("recent_metrics")  # of the last seconds, however many steps those were
@@ -563,7 +570,12 @@ def _checkpoints(paths: list[Path], rtol: float) -> Iterator[str]:
         checkpoint["latest_metrics"] = {name: value for name, value in latest.items() if name.startswith(WANTED)}
         # Names of folders and of the W&B run are each run's own.
         text = json.dumps(checkpoint["callbacks"], default=_plain).replace(str(path.parent.parent), "RUN")
-        checkpoint["callbacks"] = json.loads(re.sub(r'("wandb_run_id": )"\w+"', r'\1"RUN"', text))
+        checkpoint["callbacks"] = states = json.loads(re.sub(r'("wandb_run_id": )"\w+"', r'\1"RUN"', text))
+        for best in (
+            ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value") if moved else ()
+        ):
+            for state in states.values():
+                state.pop(best, None)
     yield from _differ("last.ckpt", saved[0], saved[1], rtol) if len(saved) > 1 else ["last.ckpt is lost"]
 
 
