@@ -610,7 +610,9 @@ def _logged(where: str, one: Rows, other: Rows, rtol: float, *, again: bool = Fa
 
 
 def _wandb(reference: Path, folders: list[Path], rtol: float, abandoned: set[str]) -> Iterator[str]:
-    """All parts of one run together; none doubled within a part."""
+    """All parts of one run together; none doubled within a part. Nothing with ``--set logger=csv``."""
+    if not (reference / "wandb").exists():
+        return
     parts = [part for folder in folders for part in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
     (whole,) = reference.glob("wandb/offline-run-*/run-*.wandb")
     # A start without a checkpoint to go on from is a run of its own; it goes no further than that.
@@ -664,7 +666,13 @@ def main() -> int:
     )
     parser.add_argument("--fresh", action="store_true", help="new interpreters")
     parser.add_argument("--work", type=Path, help="keep everything here")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more of train.py's")
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="more of train.py's, such as logger=csv: then W&B is not compared",
+    )
     options = parser.parse_args()
     rtol = (0.02 if torch.cuda.is_available() else 0.0) if options.rtol is None else options.rtol
     if not options.fresh:

@@ -151,6 +151,7 @@ class SafeCheckpoint(ModelCheckpoint):
 
 def _validation_follows(trainer: L.Trainer) -> bool:
     """In ``on_train_batch_end``: whether this batch is followed by a validation."""
+    # Private, as `_defer_save_until_validation` above: Lightning says nowhere else what comes next; tests/callbacks/test_checkpoints.py.
     loop = trainer.fit_loop
     assert loop._data_fetcher is not None
     return bool(sum(trainer.num_val_batches)) and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)

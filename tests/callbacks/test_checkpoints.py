@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 
@@ -153,6 +153,14 @@ def test_nothing_is_saved_between_a_step_and_its_validation(tmp_path: Path) -> N
     fit(tmp_path, Scored(1, 2, 3, 4), often, ckpt=file, more=[watched])
     assert watched.seen == [4, 6, 8]
     assert load(file)["global_step"] == 6
+
+
+def test_private_names_of_lightning_are_where_they_were(tmp_path: Path) -> None:
+    """callbacks/checkpoint.py asks the loop what follows a batch, and puts a save off as ModelCheckpoint does by itself."""
+    trainer = L.Trainer(default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
+    assert callable(trainer.fit_loop.epoch_loop._should_check_val_fx)
+    assert trainer.fit_loop._data_fetcher is None
+    assert ModelCheckpoint(tmp_path)._defer_save_until_validation is False
 
 
 def test_what_lightning_forgets_is_known_after_resuming(tmp_path: Path) -> None:
