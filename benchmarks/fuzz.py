@@ -1,4 +1,4 @@
-"""Wrong in many ways: configs, data files, checkpoints, exported folders, variables and signals, each damaged at random.
+"""Wrong in many ways: configs, data files, caches and exported folders, each damaged at random.
 
     python benchmarks/fuzz.py --cases 2500 --seed 0
 
@@ -26,23 +26,10 @@ from fuzzing.case import Area, Result, judge
 
 __all__ = ["AREAS", "fuzz", "main"]
 
-AREAS = {
-    "config": 5,
-    "data": 6,
-    "store": 4,
-    "checkpoint": 4,
-    "export": 4,
-    "launch": 3,
-    "archive": 2,
-    "results": 2,
-    "environment": 1,
-    "signal": 1,
-}
+AREAS = {"config": 1, "data": 5, "store": 4, "export": 4}
 """Each is a module of :mod:`fuzzing`; its share of the cases."""
 
 _MEMORY = 6 * 2**30
-COSTLY = {"environment": 24, "signal": 16}
-"""Areas whose cases are processes of their own, and how many are enough unless they are asked for alone."""
 
 
 def _areas(names: Sequence[str], scratch: Path) -> list[Area]:
@@ -56,11 +43,9 @@ def _areas(names: Sequence[str], scratch: Path) -> list[Area]:
 
 def _counts(names: Sequence[str], cases: int) -> dict[str, int]:
     """How many cases each area gets."""
-    costly = {name: min(COSTLY[name], cases) for name in names if name in COSTLY} if len(names) > 1 else {}
-    cheap = [name for name in names if name not in costly]
-    left, shares = cases - sum(costly.values()), sum(AREAS[name] for name in cheap)
-    counts = {name: left * AREAS[name] // shares for name in cheap} | costly
-    counts[cheap[0]] += cases - sum(counts.values())
+    shares = sum(AREAS[name] for name in names)
+    counts = {name: cases * AREAS[name] // shares for name in names}
+    counts[names[-1]] += cases - sum(counts.values())
     return counts
 
 

@@ -56,11 +56,9 @@ class Area(Protocol):
 
     Attributes:
         name: on the command line.
-        costly: whether a case takes seconds, for which real processes run.
     """
 
     name: str
-    costly: bool
 
     def case(self, rng: random.Random, folder: Path) -> Case:
         """Make a case in an empty folder; a function of ``rng`` alone."""

@@ -64,7 +64,7 @@ def _prompts() -> list[dict[str, Any]]:
 class Fuzzed:
     """Reads damaged files as training, ``respond`` and ``on-policy`` do."""
 
-    name, costly = "data", False
+    name = "data"
 
     def __init__(self, scratch: Path) -> None:
         logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -44,7 +44,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
 class Fuzzed:
     """Loads damaged exports, and writes over them."""
 
-    name, costly = "export", False
+    name = "export"
 
     def __init__(self, scratch: Path) -> None:
         self.folders, self.drafters = [], []

@@ -30,7 +30,7 @@ _ROWS, _TOKENS = 3, 128
 class Fuzzed:
     """Opens damaged caches and reads everything in them."""
 
-    name, costly = "store", False
+    name = "store"
 
     def __init__(self, scratch: Path) -> None:
         self.source = scratch / "a.jsonl"

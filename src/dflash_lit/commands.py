@@ -24,6 +24,8 @@ def one_line(error: BaseException) -> str:
         # OmegaConf appends lines that name its own classes; the first says what is wrong.
         for line in str(current).splitlines():
             text = line.strip()
+            if (key := text.removeprefix("full_key: ")) != text and parts and not any(key in part for part in parts):
+                parts[-1] += f" (in {key})"
             if (
                 text
                 and not text.startswith(("full_key:", "object_type=", "reference_type=", "To append to your config"))

@@ -60,7 +60,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
     if _seal(value) != seal:
         raise ValueError(f"{path.name} has changed")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _seal(value: dict[str, Any]) -> str:

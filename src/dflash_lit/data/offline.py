@@ -74,7 +74,7 @@ class StoredFeatures:
     def _check(self, name: str, row: int, bits: np.ndarray) -> None:
         if (name, row) in self._seen:
             return
-        if zlib.crc32(bits) != self.sums[name][row]:
+        if zlib.crc32(bits.tobytes()) != self.sums[name][row]:
             raise _damaged(self.folder, f"row {row} of {name}.npy has changed")
         self._seen.add((name, row))
 

@@ -162,7 +162,7 @@ class DocumentStore:
             return values[offsets[row] : offsets[row + 1]]
         start, stop = (int(offsets[place]) if place < len(offsets) else -1 for place in (row, row + 1))
         ids = values[start:stop] if 0 <= start <= stop <= len(values) else values[:0]
-        if len(ids) != self.lengths[document] or zlib.crc32(ids) != self._sums[document]:
+        if len(ids) != self.lengths[document] or zlib.crc32(ids.tobytes()) != self._sums[document]:
             raise self._damaged(f"the tokens of document {document} in {self._files[int(self._file[document])]} have changed")
         self._seen[document] = True
         return ids
@@ -361,8 +361,8 @@ def _write_part(chat: ChatTokenizer, columns: Columns, folder: Path, number: int
         if rows["name"]:
             writer.write_batch(pyarrow.RecordBatch.from_pydict(rows, SCHEMA))
     with _appears(folder / f"{number:06d}.json") as path:
-        documents = file_digest(folder / f"{number:06d}.arrow")
-        path.write_text(sealed({"seen": seen, "skipped": skipped, "documents": documents}), encoding="utf-8")
+        written = file_digest(folder / f"{number:06d}.arrow")
+        path.write_text(sealed({"seen": seen, "skipped": skipped, "documents": written}), encoding="utf-8")
 
 
 def _add(rows: dict[str, list[Any]], record: Record, documents: Sequence[Tokens], number: int) -> None:
@@ -382,7 +382,7 @@ def _add(rows: dict[str, list[Any]], record: Record, documents: Sequence[Tokens]
         rows["key"].append(key)
         rows["named"].append(named)
         rows["point"].append(point)
-        rows["sum"].append(zlib.crc32(document.input_ids))
+        rows["sum"].append(zlib.crc32(document.input_ids.tobytes()))
 
 
 def _count(skips: Skips, folder: Path, number: int) -> None:
