@@ -12,6 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from dflash_lit.commands import groups_explained
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.job import Job
@@ -189,7 +190,7 @@ def _as_word(value: Any) -> str:
 
 
 def _planned(overrides: list[str]) -> tuple[TrainConfig, Plan]:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with groups_explained(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("train", overrides=overrides)
     cfg = OmegaConf.to_object(composed)
     assert isinstance(cfg, TrainConfig)

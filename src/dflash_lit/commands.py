@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lit.errors import Interrupted, RankError, UserError
 
-__all__ = ["exits_on_user_error", "one_line", "run_command"]
+__all__ = ["exits_on_user_error", "groups_explained", "one_line", "run_command"]
 
 
 def one_line(error: BaseException) -> str:
@@ -54,6 +54,25 @@ def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
         raise SystemExit(2 if isinstance(error, UserError) else 1) from error
 
 
+@contextmanager
+def groups_explained(words: Sequence[str]) -> Iterator[None]:
+    """Around composing a config: a group that is set to null is named, for which Hydra has a bare ValueError.
+
+    Args:
+        words: of the command line.
+
+    Raises:
+        UserError: naming the words that may be it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Config group override must be"):
+            raise
+        named = " ".join(word for word in words if word.endswith(("=null", "=None", "="))) or " ".join(words)
+        raise UserError(f"{named}: a config group cannot be null; choose one of its files, or leave it out") from None
+
+
 def run_command(command: Callable[[], Any]) -> int:
     """Run ``command``; its own exit code if it returns one, else 0; 2 with one line on stderr for wrong input, 130 if interrupted
     (143 by SIGTERM).
@@ -64,7 +83,8 @@ def run_command(command: Callable[[], Any]) -> int:
     # Hydra would print its own several lines and exit; with this it raises instead.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        result = command()
+        with groups_explained(sys.argv[1:]):
+            result = command()
     except (UserError, HydraException, OmegaConfBaseException) as error:
         if chosen == "1":
             raise

@@ -266,7 +266,7 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         raise UserError(f"target.dtype={cfg.target.dtype!r}: choose {', '.join(_DTYPES)}")
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
         raise UserError(f"ckpt_path={cfg.ckpt_path!r}: no such file; give a .ckpt file from a run's checkpoints folder")
-    if cfg.drafter.init_from is not None and not Path(cfg.drafter.init_from).is_dir():
+    if cfg.drafter.init_from is not None and not (cfg.drafter.init_from and Path(cfg.drafter.init_from).is_dir()):
         raise UserError(f"drafter.init_from={cfg.drafter.init_from!r}: no such folder; give that of an exported drafter")
     if not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed}: must lie in 0..{2**32 - 1}")

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import fuzz as script
 from fuzzing.case import Case, Wrong, judge
 
-from dflash_lit.commands import one_line
+from dflash_lit.commands import groups_explained, one_line
 from dflash_lit.data.prompts import file_prompts
 from dflash_lit.data.sources import find_sources
 from dflash_lit.errors import UserError
@@ -103,6 +103,16 @@ def test_an_interpolation_names_its_field() -> None:
     error = ValueError("Interpolation key 'nowhere' not found\n    full_key: drafter.layers\n    object_type=DrafterSection")
     assert one_line(error) == "Interpolation key 'nowhere' not found (in drafter.layers)"
     assert one_line(ValueError("drafter.layers: wrong\n    full_key: drafter.layers")) == "drafter.layers: wrong"
+
+
+def test_a_group_that_is_null_is_named() -> None:
+    with (
+        pytest.raises(UserError, match=r"^logger=null: a config group cannot be null"),
+        groups_explained(["seed=1", "logger=null"]),
+    ):
+        raise ValueError("Config group override must be a string or a list. Got NoneType")
+    with pytest.raises(ValueError, match="another"), groups_explained([]):
+        raise ValueError("another")
 
 
 def test_sealed_files_are_whole_or_refused(tmp_path: Path) -> None:
