@@ -32,6 +32,9 @@ def one_line(error: BaseException) -> str:
                 and text not in parts
             ):
                 parts.append(text)
+        # Hydra's parser says at which character, of which word it does not.
+        if parts and isinstance(word := getattr(current, "override", None), str) and word not in " ".join(parts):
+            parts[0] = f"{word}: {parts[0]}"
         current = current.__cause__
     return "; ".join(parts[:3]) or type(error).__name__
 

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import fuzz as script
 from fuzzing.case import Case, Wrong, judge
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 
 from dflash_lit.commands import groups_explained, one_line
 from dflash_lit.data.prompts import file_prompts
@@ -103,6 +105,12 @@ def test_an_interpolation_names_its_field() -> None:
     error = ValueError("Interpolation key 'nowhere' not found\n    full_key: drafter.layers\n    object_type=DrafterSection")
     assert one_line(error) == "Interpolation key 'nowhere' not found (in drafter.layers)"
     assert one_line(ValueError("drafter.layers: wrong\n    full_key: drafter.layers")) == "drafter.layers: wrong"
+
+
+def test_a_word_that_cannot_be_parsed_is_named() -> None:
+    with pytest.raises(OverrideParseException) as caught:
+        OverridesParser.create().parse_override("target.path=[")
+    assert one_line(caught.value).startswith("target.path=[: ")
 
 
 def test_a_group_that_is_null_is_named() -> None:
