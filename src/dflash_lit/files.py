@@ -1,4 +1,4 @@
-"""Files that are there completely or not at all."""
+"""Files that are there completely or not at all, and what is read from those that people may have changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_lit.errors import UserError
 
-__all__ = ["file_digest", "map_array", "read_sealed", "refuse_no_file", "sealed", "write_whole"]
+__all__ = ["file_digest", "map_array", "read_json", "read_sealed", "refuse_no_file", "sealed", "write_whole"]
 
 
 def refuse_no_file(path: str | Path, cure: str) -> None:
@@ -32,6 +32,24 @@ def refuse_no_file(path: str | Path, cure: str) -> None:
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
         raise UserError(f"{path}: cannot be read (it is {kind}, no file); {cure}")
+
+
+def read_json(path: Path, advice: str) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        advice: what to give instead of a file that cannot be read.
+
+    Raises:
+        UserError: naming the file.
+    """
+    refuse_no_file(path, advice)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON ({error})") from error
 
 
 def file_digest(path: str | Path) -> str:

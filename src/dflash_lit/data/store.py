@@ -34,6 +34,7 @@ from dflash_lit.data.skips import Skip, SkipRecord, Skips
 from dflash_lit.data.sources import Shard, Source, find_sources, read_shard, shards
 from dflash_lit.errors import UserError
 from dflash_lit.files import file_digest, map_array, read_sealed, refuse_no_file, sealed
+from dflash_lit.placement.children import ignore_stops
 
 __all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
@@ -310,6 +311,7 @@ _worker: tuple[ChatTokenizer, StoreSettings, Path] | None = None
 
 def _begin_worker(tokenizer: PreTrainedTokenizerBase, settings: StoreSettings, folder: Path) -> None:
     global _worker
+    ignore_stops()  # a launcher signals all processes; the one that started these ends them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     _worker = ChatTokenizer(tokenizer, settings.chat), settings, folder
 

@@ -4,14 +4,21 @@ Two groups that torch.distributed's default one knows nothing of. On the control
 target takes from whoever comes first, so nothing needs a schedule; answers to calls come back on it, too. On the data group
 (NCCL between GPUs of their own, else gloo) a target sends features to the drafter that asked. Between two ranks everything
 arrives in the order in which it was asked for.
+
+Gloo takes any connection that begins as one of its own does. So messages on the control group are signed, each with its place in the
+line, and looked at before anything else is done with them: calls and their answers are pickles, and reading a stranger's pickle is
+running his code. Features are numbers, and not signed: a pass over gigabytes a second would cost more than it protects.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import pickle
+import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -24,15 +31,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash_lit.placement.layout import Layout
+from dflash_lit.placement.secret import MAC_BYTES, ForgedError
 from dflash_lit.placement.world import NO_LIMIT, World
 
 __all__ = ["Call", "Channel", "Goodbye", "Pending", "Rows", "TensorSpec"]
 
-_HEADER, _BODY, _ANSWER_SIZE, _ANSWER, _DATA = 1, 2, 3, 4, 5  # tags
-_ROWS, _CALL, _GOODBYE = 1, 2, 3  # kinds of requests
+_REQUEST, _REQUEST_BODY, _ANSWER, _ANSWER_BODY, _DATA = 1, 2, 3, 4, 5  # tags
+_ROWS, _CALL, _GOODBYE, _RETURNED = 1, 2, 3, 4  # kinds of messages
 
 _POLL_S = 0.0002
 """Between looks for what comes over NCCL."""
+
+_FIELDS = struct.Struct("<4q32s")
+"""Of a header: kind, bytes of the body, R and S of rows, SHA-256 of the body. Its signature follows."""
 
 _KEPT = 64
 """Messages on the control group that a rank has sent and not waited for yet. Older ones were taken long ago."""
@@ -158,20 +169,25 @@ class Channel:
         world: of this rank.
         device: of this rank.
         transport: of the data group.
+        limit_gib: larger messages on the control group are neither sent nor received.
     """
 
-    def __init__(self, world: World, device: torch.device, transport: Literal["nccl", "gloo"]) -> None:
+    def __init__(
+        self, world: World, device: torch.device, transport: Literal["nccl", "gloo"], *, limit_gib: float = 4.0
+    ) -> None:
         self.layout: Layout = world.layout
         self.rank = world.layout.local_rank(world.rank)
         self.device, self.transport, self._watch = device, transport, world.watch
         size, name = self.layout.ranks_per_host, f"host/{world.host}"
+        self._key, self._limit_gib = world.key("channel", name), limit_gib
+        self._numbers: Counter[tuple[bool, int, int]] = Counter()  # of messages so far: to or from a rank
         self._control = world.group(f"{name}/control", self.rank, size)
         if transport == "nccl":
             # Absent from builds without CUDA, so not imported above.
             options = dist.ProcessGroupNCCL.Options()
             # Private, and the only way to give one to a group made by hand; tests/gpu/test_split_gpu.py runs over it.
             options._timeout = NO_LIMIT
-            store = dist.PrefixStore(f"{name}/data", world.store)
+            store = dist.PrefixStore(f"{name}/data", world.plain_store)
             self._data: Any = dist.ProcessGroupNCCL(store, self.rank, size, options)
         else:
             self._data = world.group(f"{name}/data", self.rank, size)
@@ -192,14 +208,81 @@ class Channel:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    # -- messages
+
+    def _put(self, rank: int, tags: tuple[int, int], kind: int, body: Tensor | None, *shape: int) -> None:
+        """Put a message in line; neither side waits.
+
+        Args:
+            tags: of its header and of its body.
+
+        Raises:
+            ValueError: if it is too large.
+        """
+        size = body.numel() * body.element_size() if body is not None else 0
+        self._check_size(size, rank)
+        digest = _digest(body)
+        fields = _FIELDS.pack(kind, size, *shape, *[0] * (2 - len(shape)), digest)
+        header = fields + self._key.sign(self._place(self.rank, rank, tags[0]), fields)
+        messages = [(torch.frombuffer(bytearray(header), dtype=torch.uint8), tags[0])]
+        if body is not None and size:
+            messages.append((body, tags[1]))
+        self._sent.extend((self._control.send([message], rank, tag), message) for message, tag in messages)
+        self._trim(_KEPT)
+
+    def _place(self, source: int, destination: int, tag: int) -> str:
+        """Of the next message from a rank to another: an old one that comes again is not signed for it."""
+        line = (source == self.rank, destination if source == self.rank else source, tag)
+        self._numbers[line] += 1
+        return f"{source} to {destination}, line {tag}, {self._numbers[line]}"
+
+    def _check_size(self, size: int, rank: int) -> None:
+        if not 0 <= size <= self._limit_gib * 2**30:
+            raise ValueError(
+                f"a message of {size / 2**30:.3g} GiB between local ranks {self.rank} and {rank}: the limit is "
+                f"placement.message_limit_gib={self._limit_gib:g}; raise it, or decode fewer prompts or smaller trees at a time"
+            )
+
+    def _take(self, source: int | None, tag: int) -> tuple[int, int, tuple[int, int, int], bytes]:
+        """The next header from a rank, or from any: who sent it, its kind, (bytes of the body, R, S), and the body's digest.
+
+        Raises:
+            ForgedError: if no rank of the run has signed it as the next one of this line.
+        """
+        header = torch.empty(_FIELDS.size + MAC_BYTES, dtype=torch.uint8)
+        if source is None:
+            work = self._control.recv_anysource([header], tag)
+            work.wait()
+            # Private, and the only way to learn who sent it; tests/placement/test_channel.py.
+            source = work._source_rank()
+        else:
+            self._control.recv([header], source, tag).wait()
+        raw = header.numpy().tobytes()
+        fields, code = raw[: _FIELDS.size], raw[_FIELDS.size :]
+        if not self._key.is_signed(self._place(source, self.rank, tag), fields, code):
+            raise ForgedError(self._forged(source))
+        kind, size, rows, tokens, digest = _FIELDS.unpack(fields)
+        self._check_size(size, source)
+        return source, kind, (size, rows, tokens), digest
+
+    def _take_body(self, source: int, tag: int, body: Tensor, digest: bytes) -> Tensor:
+        if body.numel():
+            self._control.recv([body], source, tag).wait()
+        if not hmac.compare_digest(_digest(body), digest):
+            raise ForgedError(self._forged(source))
+        return body
+
+    def _forged(self, source: int) -> str:
+        return (
+            f"a message to local rank {self.rank} was refused: local rank {source}, from which it claims to be, has not signed it. "
+            "Somebody else has reached a port of this run"
+        )
+
     # -- drafters
 
     def _send(self, target: int, kind: int, body: Tensor | None, *shape: int) -> None:
-        """Put a request in line; neither side waits."""
-        header = torch.tensor([kind, body.numel() if body is not None else 0, *shape, *[0] * (2 - len(shape))])
-        messages = [(header, _HEADER), *([(body, _BODY)] if body is not None else [])]
-        self._sent.extend((self._control.send([message], target, tag), message) for message, tag in messages)
-        self._trim(_KEPT)
+        """Put a request in line."""
+        self._put(target, (_REQUEST, _REQUEST_BODY), kind, body, *shape)
 
     def _trim(self, most: int) -> None:
         """Let go of the oldest messages, beyond ``most``; waits for those that have not been taken."""
@@ -239,12 +322,9 @@ class Channel:
 
     def answer(self, target: int) -> Any:
         """What the oldest unanswered call to that target returned; the exception that it raised is raised here."""
-        size = torch.zeros(1, dtype=torch.int64)
-        self._control.recv([size], target, _ANSWER_SIZE).wait()
-        body = torch.empty(int(size), dtype=torch.uint8)
-        self._control.recv([body], target, _ANSWER).wait()
-        # From a process of this very run, which was told what to run by this one.
-        good, value = pickle.loads(body.numpy().tobytes())
+        _, _, (size, _, _), digest = self._take(target, _ANSWER)
+        body = self._take_body(target, _ANSWER_BODY, torch.empty(size, dtype=torch.uint8), digest)
+        good, value = pickle.loads(body.numpy().tobytes())  # signed
         if not good:
             raise value
         return value
@@ -259,19 +339,16 @@ class Channel:
 
     def next_request(self) -> Rows | Call | Goodbye:
         """Wait for a request, from whichever drafter."""
-        header = torch.zeros(4, dtype=torch.int64)
-        work = self._control.recv_anysource([header], _HEADER)
-        work.wait()
-        # Private, and the only way to learn who sent it; tests/placement/test_channel.py.
-        source = work._source_rank()
-        kind, size, *shape = header.tolist()
+        source, kind, (size, rows, tokens), digest = self._take(None, _REQUEST)
         if kind == _GOODBYE:
             return Goodbye(source)
-        body = torch.empty((3, *shape), dtype=torch.int32) if kind == _ROWS else torch.empty(size, dtype=torch.uint8)
-        self._control.recv([body], source, _BODY).wait()
+        if kind == _ROWS and size != 12 * rows * tokens:
+            raise ForgedError(self._forged(source))
+        empty = torch.empty((3, rows, tokens), dtype=torch.int32) if kind == _ROWS else torch.empty(size, dtype=torch.uint8)
+        body = self._take_body(source, _REQUEST_BODY, empty, digest)
         if kind == _ROWS:
             return Rows(source, body)
-        function, arguments = pickle.loads(body.numpy().tobytes())
+        function, arguments = pickle.loads(body.numpy().tobytes())  # signed
         return Call(source, function, arguments)
 
     def send_features(self, drafter: int, tensors: Sequence[Tensor], most: int) -> None:
@@ -301,13 +378,18 @@ class Channel:
         except Exception:  # some exceptions cannot be sent, or come out otherwise than they went in
             data = pickle.dumps((False, RuntimeError(f"{type(value).__name__}: {value}")))
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for message, tag in ((torch.tensor([body.numel()]), _ANSWER_SIZE), (body, _ANSWER)):
-            self._sent.append((self._control.send([message], drafter, tag), message))
-        self._trim(_KEPT)
+        try:
+            self._put(drafter, (_ANSWER, _ANSWER_BODY), _RETURNED, body)
+        except ValueError as error:
+            self.send_answer(drafter, False, error)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
         self._trim(0)
+
+
+def _digest(body: Tensor | None) -> bytes:
+    return hashlib.sha256(b"" if body is None else _bytes(body).numpy().data).digest()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

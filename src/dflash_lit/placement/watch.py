@@ -21,8 +21,14 @@ import torch.distributed as dist
 from dflash_lit.errors import RankError
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout
+from dflash_lit.placement.secret import ForgedError
+from dflash_lit.placement.signed_store import SignedStore
+from dflash_lit.stopping import stopping
 
-__all__ = ["Watch"]
+__all__ = ["STOPPED", "Watch"]
+
+STOPPED = "rank 0 was told to stop"
+"""Stands where a failure does: all ranks leave at once, and in silence with 0."""
 
 _LEFT = "left"
 _GONE = "is gone: it was killed or has crashed"
@@ -40,7 +46,7 @@ class Watch:
     answer to its cancellation.
 
     Args:
-        store: a client of its own: a client blocks while it waits.
+        store: by a client of its own: a client blocks while it waits.
         layout, rank: physical.
         stale_s: a rank not heard of for so long is taken for dead or hung.
         start_s: the same for its first beat.
@@ -58,7 +64,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SignedStore,
         layout: Layout,
         rank: int,
         *,
@@ -81,6 +87,7 @@ class Watch:
         self._over = threading.Event()
         self._found: str | None = None  # a failure, not yet told
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._newest: dict[int, int] = {}  # number of the newest beat
         self._broken = False
         self._answered = time.monotonic()
         self._talker = threading.Thread(target=self._talk, name="dflash_lit-beats", daemon=True)
@@ -132,7 +139,7 @@ class Watch:
     # -- the thread that talks
 
     def _talk(self) -> None:
-        keys = [f"beat/{rank}" for rank in range(self.layout.world)]
+        keys = [*(f"beat/{rank}" for rank in range(self.layout.world)), "stop"]
         began = last = time.monotonic()
         number = 0
         try:
@@ -144,13 +151,20 @@ class Watch:
                 last = now
                 number += 1
                 self.store.set(f"beat/{self.rank}", json.dumps([number, self._flow().to_json()]))
-                silent = self._silent(self.store.multi_get(keys), now, began)
+                *beats, stop = self.store.multi_get(keys)
+                if stop:
+                    stopping.tell(int(stop))
+                elif stopping.signal:  # so that no rank begins what takes long
+                    self.store.set("stop", str(stopping.signal))
+                silent = self._silent(beats, now, began)
                 found = self._found or silent
                 told = self.store.compare_set("abort", "", found) if found else self.store.get("abort")
                 self._answered = time.monotonic()
                 self.failure = told.decode() or None
             if self._over.is_set():
                 self.store.set(f"beat/{self.rank}", _LEFT)
+        except ForgedError as error:
+            self.failure = self.failure or str(error)  # the others read the same
         except Exception:
             self._broken = not self._over.is_set()
 
@@ -158,9 +172,12 @@ class Watch:
         """Who has not been heard of for too long, as a failure."""
         for rank, value in enumerate(beats):
             if value and value != self._seen.get(rank, (b"", 0.0))[0]:
-                self._seen[rank] = (value, now)
                 if value != _LEFT.encode():
-                    self.flows[rank] = Flow.from_json(json.loads(value)[1])
+                    number, flow = json.loads(value)
+                    if number <= self._newest.get(rank, 0):  # an old one, put there again by somebody else
+                        continue
+                    self._newest[rank], self.flows[rank] = number, Flow.from_json(flow)
+                self._seen[rank] = (value, now)
 
         def silent(rank: int, share: float = 1.0) -> bool:
             heard, limit = (self._seen[rank][1], self.stale_s) if rank in self._seen else (began, self.start_s)
@@ -211,6 +228,10 @@ class Watch:
             lost: without a store, so of rank 0 nothing is to be expected.
         """
         self._end()  # connections to the ended break, which wakes a main thread that waits for them
+        if why == STOPPED:
+            if self.rank != 0:
+                os._exit(0)
+            return  # the time it has is not this one's to say
         if self.rank == 0 and self._over.wait(_GRACE_S):
             return  # the main thread has left, and speaks
         if self._local == 0 or (self._local == 1 and self._is_left_alone(lost)):
@@ -240,9 +261,10 @@ def _of_a_connection(error: BaseException) -> bool:
     )
 
 
-def beats_of(layout: Layout, store: dist.Store) -> None:
+def beats_of(layout: Layout, store: SignedStore) -> None:
     """Make all the keys that a watch reads, before any other rank looks."""
     store.set("abort", "")
+    store.set("stop", "")
     for rank in range(layout.world):
         store.set(f"beat/{rank}", "")
 
