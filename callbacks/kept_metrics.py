@@ -45,7 +45,13 @@ class KeptMetrics(Callback):
         ]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._unlogged, self._recent = checkpoint.get(_UNLOGGED, []), checkpoint.get(_RECENT, [])
+        self._recent = [
+            [None if step is None else int(step), _plain(metrics)] for step, metrics in checkpoint.get(_RECENT) or []
+        ]
+        self._unlogged = []
+        if unlogged := checkpoint.get(_UNLOGGED):
+            step, metrics = unlogged
+            self._unlogged = [int(step), _plain(metrics)]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for logger in trainer.loggers:

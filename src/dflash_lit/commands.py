@@ -30,7 +30,7 @@ def one_line(error: BaseException) -> str:
             if (
                 text
                 and not text.startswith(("full_key:", "object_type=", "reference_type=", "To append to your config"))
-                and text not in parts
+                and not any(text in part for part in parts)
             ):
                 parts.append(text)
         # Hydra's parser says at which character, of which word it does not.

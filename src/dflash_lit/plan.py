@@ -15,6 +15,7 @@ import torch
 from dflash_lit.attention.dense import refuse_large
 from dflash_lit.checkpoints.contract import BATCHES, compare, settings
 from dflash_lit.checkpoints.file import load
+from dflash_lit.checkpoints.form import check_count
 from dflash_lit.config import DrafterSection, PlacementSection, TrainConfig
 from dflash_lit.data.chat_data import store_settings
 from dflash_lit.data.sources import find_sources
@@ -374,7 +375,7 @@ def _check_checkpoint(path: str, cfg: TrainConfig, plan: Plan) -> None:
     known = {"data.row_tokens": cfg.data.row_tokens, **dict(zip(BATCHES, batches, strict=True))}
     compare(saved, {**settings(plan.module_settings(cfg)), **known})
     drafter_of(saved, path)
-    if (done := int(saved.get("global_step", 0))) >= cfg.trainer.max_steps and not left_to_decode(path):
+    if (done := check_count(saved.get("global_step"), "global_step")) >= cfg.trainer.max_steps and not left_to_decode(path):
         raise UserError(
             f"ckpt_path={path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train; "
             "dflash-lit export writes its drafter"

@@ -109,7 +109,7 @@ def test_an_interpolation_names_its_field() -> None:
 
 def test_a_word_that_cannot_be_parsed_is_named() -> None:
     with pytest.raises(OverrideParseException) as caught:
-        OverridesParser.create().parse_override("target.path=[")
+        OverridesParser.create().parse_overrides(["target.path=["])
     assert one_line(caught.value).startswith("target.path=[: ")
 
 
