@@ -26,7 +26,7 @@ from fuzzing.case import Area, Result, judge
 
 __all__ = ["AREAS", "fuzz", "main"]
 
-AREAS = {"config": 1, "data": 5, "store": 4, "export": 4, "checkpoint": 3}
+AREAS = {"config": 1, "data": 5, "store": 4, "export": 4, "checkpoint": 3, "environment": 2, "signals": 1}
 """Each is a module of :mod:`fuzzing`; its share of the cases."""
 
 _MEMORY = 6 * 2**30

@@ -129,7 +129,7 @@ class Fuzzed:
             case "value":
                 changed, where, about = _value_changed(self.saved, rng)
                 about = f"{where} {about}"
-                save(changed, path)
+                path.write_bytes(_signed(_archive(changed)))
                 check = self._usable if where.startswith(_SAYS) else self._same
             case "code":
                 about, check = self._code(path, rng), None
@@ -149,7 +149,7 @@ class Fuzzed:
                         )
                         state["best_k_models"] = {victim: torch.tensor(rng.choice([-1.0, 9.0, float("nan")]))}
                         state |= {"best_model_path": victim, "kth_best_model_path": victim, "last_model_path": victim}
-                save(changed, path)
+                path.write_bytes(_signed(_archive(changed)))
                 about = "best checkpoints named elsewhere"
         if kind != "settings" and rng.random() < 0.15:
             return Case(
@@ -179,9 +179,7 @@ class Fuzzed:
                 torch.save(evil, path)
                 return "in an archive without a checksum"
             case 2:
-                made = io.BytesIO()
-                torch.save(evil, made)
-                path.write_bytes(_signed(made.getvalue()))
+                path.write_bytes(_signed(_archive(evil)))
                 return "in a signed archive"
             case _:
                 torch.save(evil, path, _use_new_zipfile_serialization=False)
@@ -243,6 +241,13 @@ class Fuzzed:
 
 _SAYS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks")
 """A signed file that says something else there is another checkpoint, from which another run follows."""
+
+
+def _archive(value: Any) -> bytes:
+    """As ``torch.save`` writes it. Not by the product's writer, which refuses what it could not read."""
+    made = io.BytesIO()
+    torch.save(value, made)
+    return made.getvalue()
 
 
 def _unsigned(data: bytes) -> bytes:

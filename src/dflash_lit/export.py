@@ -312,14 +312,16 @@ def drafter_of(saved: dict[str, Any], path: str | Path) -> Drafter:
         config = DrafterConfig.from_dict(dict(saved["hyper_parameters"]["drafter"]))
         prefix = "drafter."
         weights = {k.removeprefix(prefix): v for k, v in saved["state_dict"].items() if k.startswith(prefix)}
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     except Exception as error:  # whatever it holds instead
         raise UserError(f"{path}: is not a checkpoint of this project ({type(error).__name__}: {str(error)[:120]})") from error
     for name, value in weights.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             kind = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f"{path}: {prefix}{name} has values of kind {kind}, not of float; use another checkpoint")
+        if value.layout is not torch.strided:
+            raise UserError(f"{path}: {prefix}{name} has the layout {value.layout}; use another checkpoint")
         if not bool(value.isfinite().all()):
             raise UserError(f"{path}: {prefix}{name} has values that are not finite; use another checkpoint")
     drafter = Drafter(config)

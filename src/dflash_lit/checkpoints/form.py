@@ -65,6 +65,8 @@ def check_tensors(theirs: Any, ours: Mapping[str, Tensor], where: str) -> None:
 def _check_tensor(value: Any, shape: Sequence[int], where: str, *, floating: bool = True) -> None:
     if not isinstance(value, Tensor):
         raise _refuse(where, f"is {_shown(value)}, no tensor")
+    if value.layout is not torch.strided:
+        raise _refuse(where, f"has the layout {value.layout}")
     if value.shape != torch.Size(shape):
         raise _refuse(where, f"has shape {list(value.shape)}, this run's has {list(shape)}")
     if value.is_floating_point() != floating:
