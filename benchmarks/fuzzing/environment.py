@@ -74,7 +74,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
         (
             "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_JOB_NAME", "SLURM_ARRAY_JOB_ID",
             "SLURM_ARRAY_TASK_ID", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_TAGS",
-            "WANDB_RUN_GROUP", "WANDB_BASE_URL", "WANDB_SILENT", "DFLASH_LIT_TRIAL", "HYDRA_FULL_ERROR", "TERM", "COLUMNS", "LINES", "CI", "NO_COLOR",
+            "WANDB_RUN_GROUP", "WANDB_BASE_URL", "WANDB_SILENT", "DFLASH_LIT_TRIAL", "TERM", "COLUMNS", "LINES", "CI", "NO_COLOR",
             "TZ", "LANG", "LC_ALL", "PATH", "USER", "CUDA_VISIBLE_DEVICES", "PYTHONWARNINGS", "PL_GLOBAL_SEED", "TOKENIZERS_PARALLELISM",
             "PYTORCH_CUDA_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "DFLASH_LIT_API_KEY",
             "OMP_NUM_THREADS", "MKL_NUM_THREADS", "http_proxy", "SOURCE_DATE_EPOCH",
@@ -83,6 +83,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     ),
     "WANDB_MODE": ("banana", "", "offline", "disabled", "dryrun", "é"),
     "DFLASH_LIT_SECRET": _SECRETS,
+    "HYDRA_FULL_ERROR": tuple(word for word in _WORDS if word != "1"),  # which asks for tracebacks
 }  # fmt: skip
 _LAUNCHERS: tuple[dict[str, str], ...] = (
     {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
@@ -117,9 +118,13 @@ class Fuzzed:
         self.python = forked()
         self.scratch = scratch
         self.cache = scratch / "cache"
-        reference = scratch / "reference"
+        self.weights = b""
+
+    def _reference(self) -> None:
+        """Of a run that nothing is wrong with."""
+        reference = self.scratch / "reference"
         reference.mkdir()
-        self._whole(reference, {**cleaned(), "HOME": str(scratch), "XDG_CACHE_HOME": str(self.cache)})
+        self._whole(reference, {**cleaned(), "HOME": str(self.scratch), "XDG_CACHE_HOME": str(self.cache)})
         self.weights = (reference / "run" / "drafter" / "model.safetensors").read_bytes()
 
     def case(self, rng: random.Random, folder: Path) -> Case:
@@ -157,6 +162,8 @@ class Fuzzed:
         variables = {name: value for name, value in variables.items() if "\0" not in value}
         about = " ".join([*(f"{name}={value[:40]!r}" for name, value in sorted(told.items())), *words, kind])
         names = [*told, *(value for value in told.values() if len(value) > 3), *(word.split("=")[0] for word in words), *_ALSO]
+        if kind != "probe" and not self.weights:
+            self._reference()
         if kind == "probe":
             seen = folder / "seen"
             act: Callable[[], Any] = lambda: self._probed(work, variables, words, seen)  # noqa: E731

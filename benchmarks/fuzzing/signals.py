@@ -71,7 +71,7 @@ class Fuzzed:
         def act() -> tuple[_End, list[_End]]:
             first = self._run(folder, words, send)
             _whole(folder / "run")
-            following = [] if (folder / "run" / "summary.json").exists() else [self._follow(folder)]
+            following = [] if (folder / "run" / "summary.json").exists() else [self._follow(folder, words)]
             return first, following
 
         def check(found: tuple[_End, list[_End]]) -> None:
@@ -128,11 +128,11 @@ class Fuzzed:
                 raise
         return _End(code, log.read_text(errors="replace"))
 
-    def _follow(self, folder: Path) -> _End:
+    def _follow(self, folder: Path, words: Sequence[str]) -> _End:
         """As a person would: from the last checkpoint if there is one, else from the beginning, in the same folder."""
         last = folder / "run" / "checkpoints" / "last.ckpt"
-        words = (f"ckpt_path={last}",) if last.exists() else ()
-        return self._run(folder, words, lambda leader, log: None)
+        resume = [f"ckpt_path={last}"] if last.exists() else []
+        return self._run(folder, [*words, *resume], lambda leader, log: None)
 
     def _await(self, moment: str, rest: float, leader: int, log: Path, checkpoints: Path) -> None:
         if moment == "any":
@@ -153,7 +153,7 @@ class Fuzzed:
 def _as_told(ended: _End, sent: Sequence[int], *, finished: bool) -> None:
     """Its exit code and its last words are those of what was sent."""
     if "Traceback (most recent call last)" in ended.said:
-        raise Wrong(f"exit {ended.code} with a traceback: {ended.said[-900:]}")
+        raise Wrong(f"exit {ended.code} with a traceback: {_trace(ended.said)}")
     if ended.code == 0:
         if finished or "stopped by" in ended.said:
             return
@@ -165,6 +165,16 @@ def _as_told(ended: _End, sent: Sequence[int], *, finished: bool) -> None:
             raise Wrong(f"killed by {signal.Signals(-ended.code).name}, without a word: {ended.said[-400:]}")
         return
     raise Wrong(f"exit {ended.code}: {ended.said[-600:]}")
+
+
+def _trace(said: str) -> str:
+    """The last lines of code and the error of each traceback."""
+    lines = [
+        line.strip()
+        for line in said.splitlines()
+        if line.startswith("  File") or re.match(r"[\w.]+(Error|Exception|Interrupt\w*)\b", line)
+    ]
+    return " | ".join(lines[-12:])
 
 
 def _whole(run: Path) -> None:

@@ -88,6 +88,17 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
         raise UserError(f"{named}: a config group cannot be null; choose one of its files, or leave it out") from None
 
 
+def _makes_folder(error: OSError) -> bool:
+    """Whether it was Hydra that met with it, making a run's folder, before it has called anything of ours."""
+    trace = error.__traceback__
+    while trace is not None:
+        if (trace.tb_frame.f_globals.get("__name__"), trace.tb_frame.f_code.co_name) == ("hydra.core.utils", "run_job"):
+            inside = trace.tb_next
+            return inside is not None and inside.tb_frame.f_code.co_name in ("mkdir", "_save_config", "configure_log")
+        trace = trace.tb_next
+    return False
+
+
 def run_command(command: Callable[[], Any]) -> int:
     """Run ``command``; its own exit code if it returns one, else 0; 2 with one line on stderr for wrong input, 130 if interrupted;
     0 for a run that SIGTERM, SIGUSR1 or ``trainer.max_time`` has stopped.
@@ -104,6 +115,15 @@ def run_command(command: Callable[[], Any]) -> int:
         if chosen == "1":
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if chosen == "1" or not _makes_folder(error):
+            raise
+        print(
+            f"error: {error.filename or 'hydra.run.dir'}: the run's folder cannot be made ({error.strerror}); name another with hydra.run.dir, "
+            "or a place for all runs with DFLASH_LIT_RUNS",
+            file=sys.stderr,
+        )
         return 2
     except Interrupted as error:
         print(_stopped(error), file=sys.stderr)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -20,13 +22,19 @@ from hydra.errors import OverrideParseException
 from dflash_lit.commands import groups_explained, one_line
 from dflash_lit.data.prompts import file_prompts
 from dflash_lit.data.sources import find_sources
-from dflash_lit.errors import UserError
+from dflash_lit.errors import Interrupted, UserError, stop_within
 from dflash_lit.files import map_array, read_sealed, sealed
+from dflash_lit.placement.children import die_with_parent
 from dflash_lit.responses.raw_prompts import read_raw_prompts
 from dflash_lit.responses.record_file import RecordFile
+from dflash_lit.sweeps.trial import running_trial
+from tests.fork_server import forked_python
+
+ROOT = Path(__file__).parents[2]
+FEW = {"config": 6, "data": 50, "store": 50, "export": 50, "checkpoint": 20, "environment": 3, "signals": 1}
 
 
-@pytest.mark.parametrize(("area", "cases"), [("config", 6), ("data", 50), ("store", 50), ("export", 50)])
+@pytest.mark.parametrize(("area", "cases"), FEW.items())
 def test_nothing_is_unexplained(area: str, cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     counted = script.fuzz([area], cases, 1)[area]
     assert counted.total() == cases
@@ -121,6 +129,51 @@ def test_a_group_that_is_null_is_named() -> None:
         raise ValueError("Config group override must be a string or a list. Got NoneType")
     with pytest.raises(ValueError, match="another"), groups_explained([]):
         raise ValueError("another")
+
+
+@pytest.mark.parametrize("stop", [Interrupted(15, None), KeyboardInterrupt()])
+def test_what_fails_because_of_a_signal_is_the_signal(stop: BaseException) -> None:
+    def leave() -> None:
+        try:
+            raise stop
+        finally:
+            raise RuntimeError("unexpected pos")  # as torch.save does when it is left in the middle
+
+    with pytest.raises(RuntimeError) as failed:
+        leave()
+    assert stop_within(failed.value) is stop
+    meant = UserError("no room")
+    meant.__context__ = stop
+    assert stop_within(meant) is None
+    assert stop_within(RuntimeError()) is None
+
+
+def test_a_trial_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in ("{}", "banana", '["sqlite:///nowhere/a.db", "study", 1]'):
+        monkeypatch.setenv("DFLASH_LIT_TRIAL", words)
+        with pytest.raises(UserError, match=r"^DFLASH_LIT_TRIAL="):
+            running_trial(optuna.pruners.NopPruner())
+
+
+def test_a_process_that_no_run_has_started_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for told in ("", "banana", "-1"):
+        monkeypatch.setenv("DFLASH_LIT_PARENT", told)
+        with pytest.raises(UserError, match=r"DFLASH_LIT_PARENT=.*unset both"):
+            die_with_parent()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [forked_python(), "train.py", "debug=fast", f"hydra.run.dir={tmp_path}/file/run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/file/run: the run's folder cannot be made (Not a directory)")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_sealed_files_are_whole_or_refused(tmp_path: Path) -> None:
