@@ -410,12 +410,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = commands.add_parser("table", help="the table from raw records")
     table.add_argument("records", nargs="+", type=Path)
     table.add_argument("--without-loops", action="store_true", help="leave out prompts whose response got stuck in a cycle")
+    table.add_argument("--together", action="store_true", help="one comparison over all targets of the records")
 
     args = parser.parse_args(argv)
     if args.command == "table":
-        from objectives.statistics import markdown, read_records
+        from objectives.statistics import markdown, read_records, together
 
-        print(markdown(read_records(args.records), loops=not args.without_loops))
+        show = together if args.together else markdown
+        print(show(read_records(args.records), loops=not args.without_loops))
         return 0
     if args.command == "run":
         return run(args)

@@ -20,7 +20,10 @@ Two objectives are compared in pairs: same seed (so same first weights, texts an
 ``l_s = log(tau_As / tau_Bs)`` the mean over seeds, with the same two parts, ``e_p`` being the mean over seeds of
 ``e_Asp / tau_As - e_Bsp / tau_Bs``; shown as ``exp(l) - 1`` in percent.
 
-What it does not cover: another target, other sizes, other settings of the optimizer.
+Over several targets (``together``) the ``l_s`` of all of them are the sample, a target and seed each; the prompts' half-widths of the
+targets, whose prompts are independent, join with the targets' shares of the sample as weights.
+
+What the table of one target does not cover: another target, other sizes, other settings of the optimizer.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import numpy as np
 
 from objectives.lengths import read_lengths
 
-__all__ = ["Estimate", "compare", "estimate", "markdown", "read_records", "t_quantile"]
+__all__ = ["Estimate", "compare", "estimate", "markdown", "read_records", "t_quantile", "together"]
 
 Record = dict[str, Any]
 
@@ -103,13 +106,24 @@ def estimate(tokens: np.ndarray, rounds: np.ndarray) -> Estimate:
     return _joined(tau.tolist(), influence)
 
 
-def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> Estimate:
-    """How much longer the first is than the second, in percent; each (tokens, rounds), both [S, P] of the same seeds and prompts."""
-    (tau, influence), (other, others) = (_ratios(*pair) for pair in (first, second))
-    logs = np.log(tau / other)
-    joined = _joined(logs.tolist(), influence / tau[:, None] - others / other[:, None])
-    value = math.exp(joined.value)
-    return Estimate(100 * (value - 1), 100 * value * joined.training, 100 * value * joined.prompts, joined.seeds)
+Counts = tuple[np.ndarray, np.ndarray]
+"""Tokens and rounds, both [S, P]."""
+
+
+def compare(*pairs: tuple[Counts, Counts]) -> Estimate:
+    """How much longer the first of a pair is than the second, in percent; both of the same seeds and prompts. A pair a target."""
+    logs: list[float] = []
+    widths: list[tuple[int, float]] = []
+    for first, second in pairs:
+        (tau, influence), (other, others) = _ratios(*first), _ratios(*second)
+        found = np.log(tau / other).tolist()
+        widths.append((len(found), _joined(found, influence / tau[:, None] - others / other[:, None]).prompts))
+        logs += found
+    # An influence of one column has no spread: what is left of the joined estimate is its training part.
+    training = _joined(logs, np.zeros((len(logs), 1))).training
+    prompts = math.hypot(*(seeds / len(logs) * width for seeds, width in widths))
+    value = math.exp(float(np.mean(logs)))
+    return Estimate(100 * (value - 1), 100 * value * training, 100 * value * prompts, len(logs))
 
 
 # -- records
@@ -228,20 +242,22 @@ def _taus(one: Results, regime: str, names: Sequence[str], *, loops: bool) -> li
     return lines
 
 
-def _pairs(one: Results, regime: str, names: Sequence[str], base: str, *, loops: bool) -> list[str]:
-    cells = one.cells
+def _pairs(several: Sequence[Results], regime: str, names: Sequence[str], base: str, *, loops: bool) -> list[str]:
+    """Objectives against ``base``, over all targets that have both."""
+    cells = sorted({cell for one in several for cell in one.cells})
     lines = _head([f"against {LABELS[base]}", *[_heading(cell) for cell in cells]])
     for name in names:
         if name == base:
             continue
         shown = []
         for cell in cells:
-            both = sorted(set(one.seeds(regime, name, cell)) & set(one.seeds(regime, base, cell)))
-            if not both:
-                shown.append("-")
-                continue
-            first, second = (one.arrays(regime, which, cell, both, loops=loops) for which in (name, base))
-            shown.append(_percent(compare(first, second)) if first[0].size else "-")
+            pairs = []
+            for one in several:
+                both = sorted(set(one.seeds(regime, name, cell)) & set(one.seeds(regime, base, cell)))
+                if both:
+                    first, second = (one.arrays(regime, which, cell, both, loops=loops) for which in (name, base))
+                    pairs += [(first, second)] if first[0].size else []
+            shown.append(_percent(compare(*pairs)) if pairs else "-")
         lines.append(_row([LABELS[name], *shown]))
     return lines
 
@@ -321,7 +337,7 @@ def markdown(records: Sequence[Record], *, loops: bool = True) -> str:
             parts += [f"#### {regime}, {'/'.join(map(str, steps))} steps: tau", "", *_taus(one, regime, names, loops=loops), ""]
             for base in ("ce-decay", "ce-dpace", "soft-dpace"):
                 if base in names and len(names) > 1:
-                    parts += [*_pairs(one, regime, names, base, loops=loops), ""]
+                    parts += [*_pairs([one], regime, names, base, loops=loops), ""]
             parts += [f"#### {regime}: expected lengths on the held-out texts", "", *_lengths(one, regime, names), ""]
             reference = list(one.trained.get(("warm start", "soft-dpace"), {}).values())
             if regime == "scratch":
@@ -337,4 +353,19 @@ def markdown(records: Sequence[Record], *, loops: bool = True) -> str:
                 looping = one.loops(cell)
                 parts.append(f"{_heading(cell)}: {int(looping.sum())} of {len(looping)} responses end in a loop.  ")
         parts.append("")
+    return "\n".join(parts)
+
+
+def together(records: Sequence[Record], *, loops: bool = True) -> str:
+    """Differences between objectives over all targets of the records, with how many drafters of each there are; see the module."""
+    several = results(records)
+    parts: list[str] = []
+    for regime in dict.fromkeys(regime for one in several for regime in one.regimes):
+        counts = {name: sum(len(one.trained.get((regime, name), ())) for one in several) for name in LABELS}
+        names = [name for name, count in counts.items() if count]
+        parts += [f"#### {regime}, {len(several)} targets", ""]
+        parts += [", ".join(f"{LABELS[name]}: {counts[name]}" for name in names) + " drafters", ""]
+        for base in ("ce-decay", "ce-dpace", "soft-dpace"):
+            if base in names and len(names) > 1:
+                parts += [*_pairs(several, regime, names, base, loops=loops), ""]
     return "\n".join(parts)

@@ -21,7 +21,7 @@ import ddtree_objectives as script
 from objectives import texts
 from objectives.lengths import lengths_text, read_lengths
 from objectives.settings import OBJECTIVES, PRESETS, Job, Settings, jobs
-from objectives.statistics import compare, estimate, markdown, read_records, t_quantile
+from objectives.statistics import compare, estimate, markdown, read_records, t_quantile, together
 from objectives.training import Late, Workbench
 
 from dflash_lit.data.datamodule import RowDataModule
@@ -299,11 +299,42 @@ def test_pairs_take_out_what_prompts_and_seeds_have_in_common() -> None:
     common = 3 + rng.standard_normal((3, 200)).clip(-1.5, 2)  # the same hard prompts and lucky seeds for both
     rounds = np.full((3, 200), 25.0)
     first, second = 1.1 * rounds * common, rounds * common
-    found = compare((first, rounds), (second, rounds))
+    found = compare(((first, rounds), (second, rounds)))
     assert found.value == pytest.approx(10.0)
     assert found.half_width < 1e-6
     assert estimate(first, rounds).half_width > 0.05
-    assert compare((second, rounds), (first, rounds)).value == pytest.approx(100 / 1.1 - 100)
+    assert compare(((second, rounds), (first, rounds))).value == pytest.approx(100 / 1.1 - 100)
+
+
+def test_targets_join_by_their_seeds_and_their_prompts() -> None:
+    """Logs of all pairs are one sample; the prompts of two targets are independent, so each has half the weight and they join."""
+    rng = np.random.default_rng(3)
+    rounds = np.full((2, 50), 25.0)
+
+    def pair(gain: float) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        tokens = rounds * (3 + rng.standard_normal((2, 50)).clip(-1, 1))
+        return (gain * tokens + rng.standard_normal((2, 50)), rounds), (tokens, rounds)
+
+    pairs = [pair(1.1), pair(1.2)]
+    both, (one, other) = compare(*pairs), (compare(each) for each in pairs)
+    logs = [np.log(a[0][0].sum(1) / a[1][0].sum(1)) for a in pairs]
+    assert both.seeds == 4
+    assert both.value == pytest.approx(100 * (np.exp(np.mean(logs)) - 1))
+    scale = 100 + both.value
+    assert both.training == pytest.approx(scale * t_quantile(3) * np.std(np.concatenate(logs), ddof=1) / 2)
+    halves = [estimate.prompts / (100 + estimate.value) / 2 for estimate in (one, other)]
+    assert both.prompts == pytest.approx(scale * np.hypot(*halves))
+
+
+def test_a_table_over_targets_counts_what_each_has() -> None:
+    records = [*records_of("ce-decay", 3.0), *records_of("soft-dpace", 3.6)]
+    other = [{**r, "target": "u"} for r in [*records_of("ce-decay", 2.0), *records_of("ce-dpace", 2.2)]]
+    table = together([*records, *other])
+    assert "2 targets" in table
+    assert "CE x decay: 6, CE x D-PACE: 3, soft x D-PACE: 3 drafters" in table
+    against = table[table.index("| against CE x decay") :].splitlines()
+    assert against[2].startswith("| CE x D-PACE | **+10.0")
+    assert against[3].startswith("| soft x D-PACE | **+20.0")
 
 
 def test_prompts_are_clusters_of_unequal_size() -> None:
