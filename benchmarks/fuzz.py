@@ -26,7 +26,7 @@ from fuzzing.case import Area, Result, judge
 
 __all__ = ["AREAS", "fuzz", "main"]
 
-AREAS = {"config": 2, "data": 10, "store": 8, "export": 8, "checkpoint": 6, "environment": 2, "signals": 1}
+AREAS = {"config": 4, "data": 20, "store": 16, "export": 16, "checkpoint": 12, "environment": 4, "signals": 1}
 """Each is a module of :mod:`fuzzing`; its share of the cases."""
 
 _MEMORY = 6 * 2**30
