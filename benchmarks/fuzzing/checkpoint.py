@@ -66,8 +66,14 @@ class Fuzzed:
         register()
         quiet_libraries()
         self.cache = scratch / "cache"
+        often = (
+            "+callbacks.often._target_=callbacks.checkpoint.SafeCheckpoint",
+            f"+callbacks.often.dirpath={scratch}/often",
+            "+callbacks.often.every_n_train_steps=2",
+            "+callbacks.often.save_top_k=-1",
+        )
         with quiet():
-            cfg, plan = planned([*TINY, f"paths.output_dir={scratch}/run", f"data.cache_dir={self.cache}"])
+            cfg, plan = planned([*TINY, f"paths.output_dir={scratch}/run", f"data.cache_dir={self.cache}", *often])
             job = Job(cfg, plan)
             job.console.quiet = True
             self.target = job.target()
@@ -75,31 +81,10 @@ class Fuzzed:
             trainer, module = fitted(cfg, plan, self.target, self.data)  # type: ignore[arg-type]
         self.weights = {name: value.clone() for name, value in module.drafter.state_dict().items()}
         self.steps = trainer.global_step
-        found = {load(path)["global_step"]: path for path in sorted((scratch / "run" / "checkpoints").iterdir())}
-        self.file = next(path for step, path in sorted(found.items()) if step > 0)
-        if load(self.file)["global_step"] >= self.steps:
-            self.file = self._earlier(scratch)
-        self.bytes = self.file.read_bytes()
-        self.saved = load(self.file)
-
-    def _earlier(self, scratch: Path) -> Path:
-        """That of a run with the same schedule, left in the middle."""
-        cfg, plan = planned(
-            [
-                *TINY,
-                f"paths.output_dir={scratch}/half",
-                f"data.cache_dir={self.cache}",
-                "+callbacks.often._target_=callbacks.checkpoint.SafeCheckpoint",
-                f"+callbacks.often.dirpath={scratch}/half/checkpoints",
-                "+callbacks.often.filename='half{step}'",
-                "+callbacks.often.every_n_train_steps=2",
-                "+callbacks.often.save_top_k=-1",
-            ]
-        )
-        with quiet():
-            fitted(cfg, plan, self.target, self.data)  # type: ignore[arg-type]
-        found = {load(path)["global_step"]: path for path in (scratch / "half" / "checkpoints").iterdir()}
-        return found[min(step for step in found if step)]
+        found = {load(path)["global_step"]: path for path in (scratch / "often").iterdir()}
+        # Of the middle, so that there is something to go on with.
+        self.bytes = found[2].read_bytes()
+        self.saved = load(found[2])
 
     def case(self, rng: random.Random, folder: Path) -> Case:
         place = folder / "run" / "checkpoints"

@@ -9,23 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dflash_lit.commands import groups_explained
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.job import Job
 from dflash_lit.module import DrafterModule
-from dflash_lit.plan import Plan, make_plan
+from dflash_lit.plan import Plan
 from dflash_lit.target.ends import read_ends
 from dflash_lit.target.frozen import EMBEDDED, TargetEnds, TargetInfo
 from fuzzing.case import Case, Wrong
 from fuzzing.damage import odd_value
+from fuzzing.tiny_run import CONF, planned
 
 __all__ = ["Fuzzed"]
 
-CONF = Path(__file__).parents[2] / "conf"
 _SMALL = ("debug=fast", "data.train_prompts=8", "logger=csv", "placement.timeout_s=5")
 _WORDS = (
     "nonsense", "''", "null", "true", "0", "1", "-1", "2", "3", "8", "16", "100", "128", "0.5", "-0.1", "1e-9", "1e9", "1e30", "1e400",
@@ -87,7 +85,7 @@ class Fuzzed:
         written = [f"paths.output_dir={folder}/run", f"data.cache_dir={folder}/cache", *_SMALL]
         return Case(
             " ".join(overrides),
-            lambda: _planned([*written, *overrides]),
+            lambda: planned([*written, *overrides]),
             # What a key does to another is said with the other's name.
             [*names, *(word for name in names for word in _GOES_WITH.get(name, ()))],
             lambda made: self._begins(*made),
@@ -187,14 +185,6 @@ def _as_word(value: Any) -> str:
     if isinstance(value, str):
         return "'" + value.encode("utf-8", "replace").decode().replace("\0", "").replace("\\", "") + "'"
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
-
-
-def _planned(overrides: list[str]) -> tuple[TrainConfig, Plan]:
-    with groups_explained(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("train", overrides=overrides)
-    cfg = OmegaConf.to_object(composed)
-    assert isinstance(cfg, TrainConfig)
-    return cfg, make_plan(cfg)
 
 
 def _batch(cfg: TrainConfig, plan: Plan) -> dict[str, torch.Tensor]:
