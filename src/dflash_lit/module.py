@@ -498,6 +498,10 @@ class DrafterModule(L.LightningModule):
             UserError: naming every field that differs, and both values; or the entry that cannot be one of such a run.
         """
         compare(checkpoint, self.contract())
+        try:
+            loop = self.trainer.fit_loop
+        except RuntimeError:  # not attached to a Trainer, which takes up the rest
+            return
         check_tensors(checkpoint.get("state_dict"), self.state_dict(), "state_dict")
-        check_loops(checkpoint, self.trainer.fit_loop.state_dict())
+        check_loops(checkpoint, loop.state_dict())
         check_schedules(checkpoint.get("lr_schedulers"), len(self.make_optimizer().param_groups))
