@@ -8,15 +8,22 @@ one cache. On a CPU (``--shape tiny``) the drafter's graphs have a dense mask.
 
 With ``--starts 2 --at-once 1 --delete never`` the first start is cold and the second warm. ``--starts 1 --steps 500`` is a long
 run in which nothing may compile.
+
+    python benchmarks/compile_torture.py --starts 20 --at-once 4 --train placement.drafters=2 drafter.compile=true
+
+``--train`` starts a short ``train.py`` with these overrides instead, of as many ranks as they say: it has to end by itself, with
+all its ranks, and to have compiled nothing after its warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -28,6 +35,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+SHORT = (
+    "debug=fast",
+    "logger=csv",
+    "callbacks.acceptance=null",
+    "+callbacks.progress.lines=100000",
+    "evaluation.prompts=1",
+    "evaluation.temperatures=[]",
+)
 
 
 class Start:
@@ -55,6 +70,46 @@ class Start:
         return path.read_text(errors="replace")[-2000:] if path.exists() else ""
 
 
+class WholeRun(Start):
+    """A short ``train.py``; its figures are those of its log and its CSV file."""
+
+    def __init__(self, args: argparse.Namespace, number: int, folder: Path) -> None:
+        self.path, self.folder, self.ranks = folder / f"start{number}", folder / f"run{number}", 0
+        command = [sys.executable, str(HERE.parent / "train.py"), *SHORT, f"hydra.run.dir={self.folder}", *args.train]
+        with Path(f"{self.path}.log").open("w") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=HERE.parent)
+
+    def facts(self) -> dict[str, Any] | None:
+        """None unless it has ended well and said of every rank what that has compiled."""
+        if self.code() != 0:
+            return None
+        said = Path(f"{self.path}.log").read_text(errors="replace")
+        made = re.findall(
+            r"^compile, rank (\d+) .*: \w+: ([\d.]+) s, (\d+) graphs, cache: (\d+) hits, (\d+) misses", said, re.M
+        )
+        ranks = {rank for rank, *_ in made}
+        with (self.folder / "csv" / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        recompiles = [float(row["compile/recompiles"]) for row in rows if row.get("compile/recompiles")]
+        losses = [float(row["train/loss"]) for row in rows if row.get("train/loss")]
+        if not (ranks and recompiles and losses):
+            return None
+        return {
+            "ranks": len(ranks),
+            "warmup_s": round(sum(float(seconds) for _, seconds, *_ in made), 2),
+            "graphs": sum(int(graphs) for *_, graphs, _, _ in made),
+            "hits": sum(int(hits) for *_, hits, _ in made),
+            "misses": sum(int(misses) for *_, misses in made),
+            "recompiles": int(sum(recompiles)),
+            "loss": losses[-1],
+        }
+
+    def log(self) -> str:
+        # Megabytes of exports and checkpoints a run, of which none is needed any more.
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return super().log()
+
+
 def torture_start_told(*arguments: Any) -> None:
     import torture_start
 
@@ -73,6 +128,7 @@ def main() -> int:
     parser.add_argument(
         "--fork", action="store_true", help="fork starts from a process with all imports made, which are not what is tested"
     )
+    parser.add_argument("--train", nargs="+", metavar="OVERRIDE", help="start train.py with these, not one drafter alone")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="torture_"))
     cache = folder / "cache"
@@ -116,7 +172,7 @@ def main() -> int:
         if number < args.starts:
             if args.delete != "never":
                 shutil.rmtree(cache, ignore_errors=True)
-            running.append(Start(args, number, folder, fork))
+            running.append(WholeRun(args, number, folder) if args.train else Start(args, number, folder, fork))
     done.set()
     shutil.rmtree(folder, ignore_errors=True)
     seconds = [result["warmup_s"] for result in results]
@@ -126,7 +182,8 @@ def main() -> int:
         "failures": len(failures),
         "deletions": deletions,
         "at_once": args.at_once,
-        "shape": args.shape,
+        "shape": None if args.train else args.shape,
+        "train": args.train,
         "layers": args.layers,
         "steps": args.steps,
         "recompiles": sum(result["recompiles"] for result in results),

@@ -4,13 +4,18 @@
     python benchmarks/placement.py run --targets 2 --drafters 1 --sleep-target 80 --sleep-drafter 40 --jitter 0.3
     python benchmarks/placement.py run --target embedded
     python benchmarks/placement.py run --target qwen3-8b --shape S --targets 1 --drafters 1
+    python benchmarks/placement.py scaling --target qwen3-8b --shape S --drafters 2
 
 ``transport`` moves the features of one batch from a target that has them ready, and lets the drafter compute meanwhile.
 
 ``run`` measures three rates, in turn and several times over: the *supply* of targets whose drafters do nothing but ask; the
 *demand* of drafters that have features at hand, in the same Trainer; and the split *run*. ``share`` is run / min(supply,
 demand), the median over the rounds. With ``--sleep-target`` and ``--sleep-drafter`` (milliseconds a batch) both sides sleep
-instead of computing: on few cores supply and demand can then be set, and what is measured is the pipeline between them.
+instead of computing: on few cores supply and demand can then be set, and what is measured is the pipeline between them. With
+``--equal STEPS`` the drafter then makes the same random target for itself, and compares features and losses with those of the
+split run. ``--trace FOLDER`` keeps what every GPU did in a few steps: benchmarks/timeline.py draws it.
+
+``run --targets 0`` measures a fit of drafters that have a target each, in their own process; ``scaling`` compares several with one.
 
 Processes, channel, worker, loader, strategy and Trainer are those of ``train.py``. GPUs are used where there are some (random
 weights on them), shared where there are too few.
@@ -19,9 +24,12 @@ weights on them), shared where there are too few.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +37,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +49,7 @@ from common import SHAPES, qwen3_8b, random_ends
 from lightning.pytorch.callbacks import Callback
 from online import random_info, random_target
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from dflash_lit.config import (
     DataSection,
@@ -53,6 +63,7 @@ from dflash_lit.config import (
 )
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.packing import PackedRows
+from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.job import Job, load_target, prepare_process, quiet_libraries
 from dflash_lit.placement.channel import Channel
 from dflash_lit.placement.feature_loader import PrefetchingLoader
@@ -60,6 +71,7 @@ from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.remote_target import RemoteTarget
 from dflash_lit.placement.started import how_started
+from dflash_lit.placement.strategy import LocalTarget
 from dflash_lit.placement.target_worker import serve
 from dflash_lit.placement.world import World, follow, lead
 from dflash_lit.plan import Plan, make_plan
@@ -100,6 +112,58 @@ class ReadyTarget:
         return self._features
 
 
+class Traced:
+    """Records what this process's GPU does, from one call of ``step`` to another (without a GPU: its operators)."""
+
+    def __init__(self, path: Path, first: int, last: int) -> None:
+        self.path, self.first, self.last, self.seen = path, first, last, 0
+        kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+        self._profile = profile(activities=[kind])
+
+    def step(self) -> None:
+        self.seen += 1
+        if self.seen == self.first:
+            self._profile.start()
+        if self.seen == self.last:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self.path))
+
+
+class TracedSteps(Callback):
+    """The steps ``first`` to ``last`` of a fit."""
+
+    def __init__(self, path: Path, first: int, last: int) -> None:
+        self._traced = Traced(path, first, last)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._traced.step()
+
+
+def trace_target(target: Any, task: tuple[str, int, int]) -> None:
+    """From now on: trace the target's forward passes ``first`` to ``last`` into a file of the folder."""
+    folder, first, last = task
+    traced = Traced(Path(folder) / f"target-{os.getpid()}.json.gz", first, last)
+    features = target.features
+
+    def counted(*arguments: Any) -> Any:
+        traced.step()
+        return features(*arguments)
+
+    target.features = counted
+
+
+class Losses(Callback):
+    """The loss of every step, on the device."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.values.append((outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
+
+
 class SleepingDrafter(L.LightningModule):
     """A drafter whose step is a sleep; one small parameter, so that several still average gradients at each step."""
 
@@ -122,7 +186,7 @@ class TargetOfRandomWeights(RemoteTarget):
     drafter: Any
 
     def ends(self) -> TargetEnds:
-        return random_ends(self.drafter, self.device)
+        return same_ends(self.drafter, self.device)
 
 
 # -- transport
@@ -251,14 +315,14 @@ def measure_transport(args: argparse.Namespace, world: World, cfg: TrainConfig, 
 class Clock(Callback):
     """Seconds from the end of batch ``skip`` to the end of the last, and what this rank's flow did meanwhile."""
 
-    def __init__(self, world: World, device: torch.device, skip: int) -> None:
-        self._world, self._device, self._skip = world, device, skip
+    def __init__(self, world: World | None, device: torch.device, skip: int) -> None:
+        self._flow, self._device, self._skip = world.flow if world else Flow(), device, skip
         self._marks: list[tuple[float, Flow]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step in (self._skip, trainer.max_steps):
             wait(self._device)
-            self._marks.append((time.perf_counter(), replace(self._world.flow)))
+            self._marks.append((time.perf_counter(), replace(self._flow)))
 
     @property
     def seconds(self) -> float:
@@ -281,21 +345,100 @@ def sum_over_drafters(value: float, device: torch.device) -> float:
     return float(total)
 
 
-def measure_run(args: argparse.Namespace, world: World, cfg: TrainConfig, plan: Plan) -> dict[str, Any] | None:
+def own_target(args: argparse.Namespace, cfg: TrainConfig, plan: Plan, device: torch.device) -> Any:
+    """The target that computes; random weights are the same in every process."""
+    if args.target == "embedded":
+        return load_target(plan, cfg, device)
+    torch.manual_seed(1)
+    return random_target(plan.drafter, device)
+
+
+class OwnTargetOfRandomWeights:
+    """A target in the drafter's process without files to read embedding and head from."""
+
+    def __init__(self, target: Any, drafter: DrafterConfig) -> None:
+        self._target, self._drafter = target, drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def ends(self) -> TargetEnds:
+        return same_ends(self._drafter, self._target.device)
+
+
+def same_ends(drafter: DrafterConfig, device: torch.device) -> TargetEnds:
+    torch.manual_seed(2)
+    return random_ends(drafter, device)
+
+
+class Fits:
+    """Fits of one process's job, each with new weights from one seed, on rows that are the same."""
+
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        self.args, self.job = args, job
+        self.batches = args.warm_up + args.steps
+        self.tokens = args.rows * args.tokens
+
+    def data(self, batches: int) -> RowDataModule:
+        """Of so many batches an epoch, to be dealt to all drafters if there is a Trainer."""
+        tokens, vocab = self.args.tokens, self.job.plan.info.text.vocab_size
+        rows = random_rows(batches * self.args.rows, tokens, vocab)
+        return RowDataModule(rows, random_rows(1, tokens, vocab), self.args.rows, 0)
+
+    def fit(self, target: Any, ends: Any, *callbacks: Callback) -> tuple[float, Clock]:
+        """Tokens/s over all drafters; features come from ``target``, embedding and head from ``ends``."""
+        args, job = self.args, self.job
+        clock = Clock(job.world, job.device, args.warm_up)
+        trainer = job.trainer(target, [clock, *callbacks], [])
+        torch.manual_seed(0)
+        if args.sleep_target is not None:
+            drawn = 100 + (job.world.rank if job.world else 0)
+            module: L.LightningModule = SleepingDrafter(Pause(args.sleep_drafter, args.jitter, drawn))
+        else:
+            with job.device:
+                module = job.module(ends)
+        trainer.fit(module, datamodule=self.data((args.epoch or self.batches) * args.drafters))
+        return args.steps * self.tokens * args.drafters / clock.seconds, clock
+
+
+def same_as_own(args: argparse.Namespace, fits: Fits, remote: RemoteTarget) -> dict[str, Any]:
+    """Features and losses of the split run against those with a target in this very process."""
+    job, plan = fits.job, fits.job.plan
+    own = OwnTargetOfRandomWeights(own_target(args, job.cfg, plan, job.device), plan.drafter)
+    local = LocalTarget(own, plan.drafter.target_layer_ids)  # type: ignore[arg-type]
+    equal = compared = 0
+    for batch in itertools.islice(fits.data(args.equal).train_dataloader(), args.equal):
+        rows = {name: value.to(job.device) for name, value in batch.items()}
+        equal += int(torch.equal(local.with_features(rows)["features"], remote.with_features(rows)["features"]))
+        compared += 1
+    losses = []
+    for target in (remote, own):
+        kept = Losses()
+        fits.fit(target, own, kept)
+        losses.append(torch.stack(kept.values).double().cpu())
+    split, alone = losses
+    return {
+        "features_equal": f"{equal} of {compared} batches",
+        "losses_equal": f"{int((split == alone).sum())} of {len(split)} steps",
+        "losses_differ_most": float(((split - alone) / alone).abs().max()),
+        "last_losses": [float(split[-1]), float(alone[-1])],
+    }
+
+
+def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig, plan: Plan) -> dict[str, Any] | None:
+    if not args.targets:
+        return measure_colocated(args, world, cfg, plan)
+    assert world is not None
     sleeping = args.sleep_target is not None
-    tokens = args.rows * args.tokens
     width = args.width if sleeping else plan.drafter.feature_size
     shape = (args.rows, args.tokens, width)
     with Job(cfg, plan, world) as job:
         device = job.device
         if world.role is Role.TARGET:
-            target: Any
             if sleeping:
-                target = ReadyTarget(shape, plan.dtype, device, Pause(args.sleep_target, args.jitter, world.rank))
-            elif args.target == "embedded":
-                target = load_target(plan, cfg, device)
+                target: Any = ReadyTarget(shape, plan.dtype, device, Pause(args.sleep_target, args.jitter, world.rank))
             else:
-                target = random_target(plan.drafter, device)
+                target = own_target(args, cfg, plan, device)
             serve(
                 world,
                 lambda: Channel(world, device, job.transport),
@@ -318,17 +461,11 @@ def measure_run(args: argparse.Namespace, world: World, cfg: TrainConfig, plan: 
             remote.drafter = plan.drafter
         world.start_drafter_group(device)
         ready: Any = ReadyTarget(shape, plan.dtype, device, lambda: None)
-        batches = args.warm_up + args.steps
-        vocab = plan.info.text.vocab_size
-
-        def data(batches: int) -> RowDataModule:
-            """Of so many batches an epoch, to be dealt to all drafters if there is a Trainer."""
-            rows = random_rows(batches * args.rows, args.tokens, vocab)
-            return RowDataModule(rows, random_rows(1, args.tokens, vocab), args.rows, 0)
+        fits = Fits(args, job)
 
         def supplied() -> float:
             """Tokens/s of all targets, while all drafters take what comes."""
-            loader = PrefetchingLoader(data(batches).train_dataloader(), remote, DEEP)
+            loader = PrefetchingLoader(fits.data(fits.batches).train_dataloader(), remote, DEEP)
             dist.barrier()
             began = 0.0
             for count, _ in enumerate(loader, start=1):
@@ -336,27 +473,21 @@ def measure_run(args: argparse.Namespace, world: World, cfg: TrainConfig, plan: 
                     wait(device)
                     began = time.perf_counter()
             wait(device)
-            return sum_over_drafters(args.steps * tokens / (time.perf_counter() - began), device)
-
-        def fitted(target: Any) -> tuple[float, Clock]:
-            """Tokens/s of a fit, over all drafters."""
-            clock = Clock(world, device, args.warm_up)
-            trainer = job.trainer(target, [clock], [])
-            if sleeping:
-                module: L.LightningModule = SleepingDrafter(Pause(args.sleep_drafter, args.jitter, 100 + world.rank))
-            else:
-                with device:
-                    module = job.module(remote)
-            trainer.fit(module, datamodule=data((args.epoch or batches) * args.drafters))
-            return args.steps * tokens * args.drafters / clock.seconds, clock
+            return sum_over_drafters(args.steps * fits.tokens / (time.perf_counter() - began), device)
 
         rounds = []
         for _ in range(args.rounds):
             supply = supplied()
-            demand, _ = fitted(ready)
-            run, clock = fitted(remote)
+            demand, _ = fits.fit(ready, remote)
+            run, clock = fits.fit(remote, remote)
             rounds.append({"run": run, "supply": supply, "demand": demand, "share": run / min(supply, demand)})
             rounds[-1] |= {"wait": clock.flow.waited_s / clock.seconds, "queue": clock.flow.queued / clock.flow.batches}
+        if args.trace:
+            first = args.warm_up + 1
+            for _ in remote.each(trace_target, [(args.trace, first, first + 6)] * args.targets):
+                pass
+            fits.fit(remote, remote, TracedSteps(Path(args.trace) / f"drafter-{world.rank}.json.gz", first, first + 4))
+        same = same_as_own(args, fits, remote) if args.equal else {}
         remote.goodbye()
     if world.rank:
         return None
@@ -376,6 +507,56 @@ def measure_run(args: argparse.Namespace, world: World, cfg: TrainConfig, plan: 
         "devices": [str(of) for of in plan.devices],
         "steps": args.steps,
         "epoch": args.epoch,
+        **same,
+    }
+
+
+def measure_colocated(args: argparse.Namespace, world: World | None, cfg: TrainConfig, plan: Plan) -> dict[str, Any] | None:
+    """Fits of drafters that have a target each in their own process."""
+    with Job(cfg, plan, world) as job:
+        job.console.quiet = True
+        own = own_target(args, cfg, plan, job.device)
+        target = own if args.target == "embedded" else OwnTargetOfRandomWeights(own, plan.drafter)
+        if world is not None:
+            world.start_drafter_group(job.device)
+        fits, rates = Fits(args, job), []
+        for _ in range(args.rounds):
+            rates.append(fits.fit(target, target)[0])
+        if args.trace:
+            first, rank = args.warm_up + 1, world.rank if world else 0
+            fits.fit(target, target, TracedSteps(Path(args.trace) / f"drafter-{rank}.json.gz", first, first + 4))
+    if not job.leads:
+        return None
+    return {
+        "targets": 0,
+        "drafters": args.drafters,
+        "work": args.target,
+        "batch": f"{args.rows} x {args.tokens} x {plan.drafter.feature_size} {str(plan.dtype).removeprefix('torch.')}",
+        "tokens_per_s": {"run": round(statistics.median(rates))},
+        "all": [round(rate) for rate in rates],
+        "devices": [str(of) for of in plan.devices],
+        "steps": args.steps,
+    }
+
+
+def scaled(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """One drafter and several in turn, each in processes of their own; ``words``: of the command line, passed on."""
+    rates: dict[int, list[int]] = {1: [], args.drafters: []}
+    for _ in range(args.rounds):
+        for drafters, found in rates.items():
+            command = [sys.executable, __file__, "run", *words, "--targets", "0", "--drafters", str(drafters), "--rounds", "1"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            line = json.loads(done.stdout.splitlines()[-1])
+            found.append(line["tokens_per_s"]["run"])
+    shares = [several / one / args.drafters for one, several in zip(*rates.values(), strict=True)]
+    return {
+        "drafters": args.drafters,
+        "work": args.target,
+        "batch": line["batch"],
+        "tokens_per_s": {str(count): found for count, found in rates.items()},
+        "share": round(statistics.median(shares), 3),
+        "shares": [round(share, 3) for share in shares],
+        "steps": args.steps,
     }
 
 
@@ -389,7 +570,11 @@ def planned(args: argparse.Namespace) -> tuple[TrainConfig, Plan]:
         drafter=DrafterSection(intermediate_size=384),
         objective=ObjectiveSection(weights="dpace"),
         data=DataSection(prompts=None, rows_per_batch=args.rows, row_tokens=args.tokens),
-        placement=PlacementSection("split", args.drafters, args.targets, prefetch=args.prefetch, share=True),
+        placement=(
+            PlacementSection("split", args.drafters, args.targets, prefetch=args.prefetch, share=True)
+            if args.targets
+            else PlacementSection("colocated", args.drafters)
+        ),
         trainer=TrainerSection(
             max_steps=args.warm_up + args.steps,
             accelerator="cpu" if args.cpu else "auto",
@@ -404,46 +589,69 @@ def planned(args: argparse.Namespace) -> tuple[TrainConfig, Plan]:
         shape = SHAPES[args.shape]
         config = qwen3_8b(shape.block, tiny=args.shape == "tiny")
         cfg.drafter.anchors = shape.anchors
-        plan = replace(plan, info=random_info(config), drafter=config, dtype=torch.bfloat16)
+        info = replace(random_info(config), tokenizer=plan.info.tokenizer)  # part of what a checkpoint is for
+        plan = replace(plan, info=info, drafter=config, dtype=torch.bfloat16)
     return cfg, plan
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("transport", "run"):
+    for name in ("transport", "run", "scaling"):
         command = commands.add_parser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         command.add_argument("--rows", type=int, default=4, help="of a batch (default: %(default)s)")
         command.add_argument("--tokens", type=int, default=256, help="of a row (default: %(default)s)")
         command.add_argument("--prefetch", type=int, default=2, help="requests in flight (default: %(default)s)")
         command.add_argument("--cpu", action="store_true", help="also where there are GPUs")
-    transport, run = commands.choices["transport"], commands.choices["run"]
+    transport, run, scaling = commands.choices.values()
     transport.add_argument("--width", type=int, default=768, help="of a token's features (default: %(default)s)")
     transport.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     transport.add_argument("--repeats", type=int, default=15, help="of each measurement (default: %(default)s)")
     transport.add_argument("--compute", type=float, help="ms that the drafter computes a batch (default: two transfers)")
     transport.set_defaults(targets=1, drafters=1, warm_up=1, steps=1)
-    run.add_argument("--targets", type=int, default=1, help="processes (default: %(default)s)")
+    for command in (run, scaling):
+        command.add_argument(
+            "--target", choices=("embedded", "qwen3-8b"), default="embedded", help="the latter with random weights"
+        )
+        command.add_argument(
+            "--shape", choices=SHAPES, default="S", help="rows, tokens and anchors for qwen3-8b (default: %(default)s)"
+        )
+        command.add_argument("--steps", type=int, default=100, help="timed, a measurement (default: %(default)s)")
+        command.add_argument("--warm-up", type=int, default=10, help="steps before them (default: %(default)s)")
+        command.add_argument("--rounds", type=int, default=3, help="of all measurements (default: %(default)s)")
+    scaling.add_argument("--drafters", type=int, default=2, help="processes to compare with one (default: %(default)s)")
+    run.add_argument("--targets", type=int, default=1, help="processes; 0: each drafter has its own (default: %(default)s)")
     run.add_argument("--drafters", type=int, default=1, help="processes (default: %(default)s)")
-    run.add_argument("--target", choices=("embedded", "qwen3-8b"), default="embedded", help="the latter with random weights")
-    run.add_argument(
-        "--shape", choices=SHAPES, default="S", help="rows, tokens and anchors for qwen3-8b (default: %(default)s)"
-    )
     run.add_argument("--sleep-target", type=float, metavar="MS", help="instead of a target, a sleep")
     run.add_argument("--sleep-drafter", type=float, metavar="MS", help="instead of a drafter, a sleep")
     run.add_argument("--jitter", type=float, default=0.0, help="share by which each sleep may be longer or shorter")
     run.add_argument("--width", type=int, default=768, help="of a token's features, with sleeps (default: %(default)s)")
-    run.add_argument("--steps", type=int, default=100, help="timed, a measurement (default: %(default)s)")
-    run.add_argument("--warm-up", type=int, default=10, help="steps before them (default: %(default)s)")
     run.add_argument("--epoch", type=int, help="batches of an epoch, after which a loader begins anew (default: one epoch)")
-    run.add_argument("--rounds", type=int, default=3, help="of the three measurements (default: %(default)s)")
+    run.add_argument("--equal", type=int, metavar="BATCHES", help="compare so many batches' features, and all losses")
+    run.add_argument("--trace", metavar="FOLDER", help="traces of a few steps of every process, for benchmarks/timeline.py")
     args = parser.parse_args()
     if args.command == "run":
         if (args.sleep_target is None) != (args.sleep_drafter is None):
             parser.error("--sleep-target and --sleep-drafter go together")
-        if args.target != "embedded":
-            args.rows, args.tokens = SHAPES[args.shape].rows, SHAPES[args.shape].tokens
+        if args.sleep_target is not None and (args.equal or not args.targets):
+            parser.error("--sleep-target: with targets of their own processes, and without --equal")
+        if args.trace and args.targets and (args.cpu or not torch.cuda.is_available()):
+            parser.error(
+                "--trace of a split run needs GPUs: torch 2.13 crashes where gloo's threads run under its CPU profiler"
+            )
+        if args.trace:
+            Path(args.trace).mkdir(parents=True, exist_ok=True)
+            args.trace = str(Path(args.trace).resolve())
+    if args.command != "transport" and args.target != "embedded":
+        args.rows, args.tokens = SHAPES[args.shape].rows, SHAPES[args.shape].tokens
     return args
+
+
+def passed_on(args: argparse.Namespace) -> list[str]:
+    """Words of a command line of ``run`` for what ``scaling`` shares with it."""
+    names = ("rows", "tokens", "target", "shape", "steps", "warm_up")
+    words = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    return [*words, "--cpu"] if args.cpu else words
 
 
 def main() -> None:
@@ -451,9 +659,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*no `validation_step`.*")  # a sleep needs none
     started, command = how_started(), [sys.executable, __file__]
 
-    def measure(args: argparse.Namespace, world: World) -> dict[str, Any] | None:
+    def measure(args: argparse.Namespace, world: World | None) -> dict[str, Any] | None:
         of = {"transport": measure_transport, "run": measure_run}[args.command]
-        return of(args, world, *planned(args))
+        return of(args, world, *planned(args))  # type: ignore[arg-type]
 
     if not started.leads:
         world, text = follow(started, command)
@@ -462,9 +670,15 @@ def main() -> None:
         return
     args = parsed()
     with tempfile.TemporaryDirectory(prefix="placement_") as args.folder:
-        layout = Layout(args.targets, args.drafters)
-        with lead(layout, started, json.dumps(vars(args)), command=command, timeout_s=60.0) as world:
-            line = measure(args, world)
+        line: dict[str, Any] | None
+        if args.command == "scaling":
+            line = scaled(args, passed_on(args))
+        elif args.targets + args.drafters == 1:
+            line = measure(args, None)
+        else:
+            layout = Layout(args.targets, args.drafters)
+            with lead(layout, started, json.dumps(vars(args)), command=command, timeout_s=60.0) as world:
+                line = measure(args, world)
     assert line is not None
     line |= {"torch": torch.__version__}
     if torch.cuda.is_available() and not args.cpu:

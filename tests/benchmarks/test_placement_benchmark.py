@@ -1,0 +1,84 @@
+"""The placement benchmark compares a split run with a colocated one, and its traces become a picture."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from timeline import Lane, covered, draw, lanes, summary, union  # noqa: E402
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    sizes = ["--target", "qwen3-8b", "--shape", "tiny", "--steps", "2", "--warm-up", "1", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/placement.py", "run", "--cpu", *sizes, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_target_elsewhere_makes_the_same_features_and_losses() -> None:
+    found = bench("--equal", "2")
+    assert found["features_equal"] == "2 of 2 batches"
+    assert found["losses_equal"] == "3 of 3 steps"
+    rates = found["tokens_per_s"]
+    assert found["share"] == pytest.approx(rates["run"] / min(rates["supply"], rates["demand"]), rel=0.01)
+
+
+def test_a_drafter_with_its_own_target_leaves_a_trace(tmp_path: Path) -> None:
+    found = bench("--targets", "0", "--trace", str(tmp_path), "--steps", "6")
+    assert (found["targets"], found["drafters"]) == (0, 1)
+    (trace,) = tmp_path.iterdir()
+    assert sum(end - begin for lane in lanes(trace) for begin, end in lane.computing) > 0
+
+
+def trace(path: Path, *events: tuple[str, str, int, float, float], base: int = 0) -> Path:
+    """(kind, name, stream, begin, duration), in microseconds, as torch.profiler writes them."""
+    made = [
+        {"ph": "X", "cat": kind, "name": name, "tid": stream, "ts": begin, "dur": length, "args": {"stream": stream}}
+        for kind, name, stream, begin, length in events
+    ]
+    made.append({"ph": "M", "name": "process_name", "args": {}})
+    path.write_bytes(gzip.compress(json.dumps({"baseTimeNanoseconds": base, "traceEvents": made}).encode()))
+    return path
+
+
+def test_a_trace_becomes_streams_that_compute_or_move(tmp_path: Path) -> None:
+    events = [
+        ("kernel", "gemm", 7, 0.0, 100.0),
+        ("kernel", "flash", 7, 100.0, 50.0),
+        ("kernel", "ncclDevKernel_SendRecv", 20, 120.0, 60.0),
+        ("cpu_op", "aten::mm", 1, 0.0, 500.0),  # the host's, not drawn where there is a GPU
+    ]
+    found = lanes(trace(tmp_path / "drafter-0.json.gz", *events, base=3_000_000_000))
+    assert [(lane.process, lane.name) for lane in found] == [("drafter-0", "stream 7"), ("drafter-0", "stream 20")]
+    assert found[0].computing == [pytest.approx((3.0, 3.00015))]
+    assert found[1].moving == [pytest.approx((3.00012, 3.00018))]
+    facts = summary(found)["drafter-0"]
+    assert facts["seconds"] == pytest.approx(0.0002, abs=1e-4)
+    assert facts["computing"] == pytest.approx(150 / 180, abs=0.01)
+    assert facts["moving_beside_computing"] == pytest.approx(0.5, abs=0.01)
+    draw(found, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 3000
+
+
+def test_spans_are_joined_and_counted_once() -> None:
+    assert union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
+    assert covered([(0.0, 2.0), (5.0, 6.0)], [(1.0, 3.0)]) == pytest.approx(1.0)
+    assert summary([Lane("idle", "stream 0", computing=[(0.0, 1.0)])])["idle"]["moving_beside_computing"] is None
