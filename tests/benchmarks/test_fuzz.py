@@ -31,7 +31,7 @@ from dflash_lit.sweeps.trial import running_trial
 from tests.fork_server import forked_python
 
 ROOT = Path(__file__).parents[2]
-FEW = {"config": 6, "data": 50, "store": 50, "export": 50, "checkpoint": 20, "environment": 3, "signals": 1}
+FEW = {"config": 6, "data": 50, "store": 50, "export": 50, "checkpoint": 12, "environment": 2, "signals": 1}
 
 
 @pytest.mark.parametrize(("area", "cases"), FEW.items())
