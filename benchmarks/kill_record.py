@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from dflash_lit.module import DrafterModule
+from dflash_lit.optimizer_steps import OptimizerSteps
 
 __all__ = ["START", "Record"]
 
@@ -33,7 +34,7 @@ class Record(Callback):
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self._step = 0
+        self._steps = OptimizerSteps()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -45,8 +46,8 @@ class Record(Callback):
         os.write(self._file, (json.dumps({"kind": kind, **facts}) + "\n").encode())
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._step = trainer.global_step
-        self._write("begin", step=self._step)
+        self._steps.begin(trainer)
+        self._write("begin", step=trainer.global_step)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, DrafterModule)
@@ -70,13 +71,12 @@ class Record(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._write("loss", step=trainer.global_step, place=batch_idx, value=float(outputs["loss"]))
-        if trainer.global_step == self._step:
+        if not self._steps.taken(trainer):
             return
-        self._step = trainer.global_step
         names = ("train/loss", "train/gradient_norm", "train/chain_eal")
         self._write(
             "step",
-            step=self._step,
+            step=trainer.global_step,
             value=[float(trainer.callback_metrics[name]) for name in names],
             rate=trainer.optimizers[0].param_groups[0]["lr"],
             exact=_digest(*_tensors([pl_module.state_dict(), trainer.optimizers[0].state_dict()["state"]])),

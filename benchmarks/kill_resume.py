@@ -4,11 +4,12 @@
 
 A placement is target ranks + drafter ranks; of several with commas between, each start takes the next, so a run goes on with another
 number of target ranks. Every start but the last is ended by SIGKILL of its process groups at a random moment; some are aimed at what is
-short: the start, the data phase, warm-up, validation, the writing of a checkpoint. It is resumed from ``last.ckpt`` in the same folder
-(with ``--folder new``, in a new one each time). When it is over, these must be the reference's, to the last bit on a CPU: batches,
-anchors, features, states of the random generators, losses, weights and optimizer after every step, validations, ``metrics.csv``, the
-steps in W&B, the last checkpoint, the exported drafter, the summary. Prints a line of JSON a placement and one in all; exit code 1 if
-anything differs or is lost. What is lost in W&B is only counted with ``--outside``.
+short: the start, the data phase, warm-up, validation, the writing of a checkpoint, decoding at the end. It is resumed from
+``last.ckpt`` in the same folder (with ``--folder new``, in a new one each time, which keeps a best checkpoint of its own). When it is
+over, these must be the reference's, to the last bit on a CPU: batches, anchors, features, states of the random generators, losses,
+weights and optimizer after every step, validations, ``metrics.csv``, the steps in W&B, the last checkpoint, the exported drafter, the
+summary. Prints a line of JSON a placement and one in all; exit code 1 if anything differs or is lost. What is lost in W&B is only
+counted with ``--outside``.
 
 On a GPU a step's sums are not of one order: ``--rtol`` bounds floats relative to the reference's (default 0 on a CPU, 0.02 on a GPU: that
 of the losses of two equal runs with fused attention over some dozen steps). What is no float must be equal there, too.
@@ -52,8 +53,9 @@ import torch  # noqa: E402
 from kill_record import START  # noqa: E402
 
 from dflash_lit.checkpoints.file import load  # noqa: E402
+from dflash_lit.trained import SUMMARY, has_ended  # noqa: E402
 
-AIMS = {"start": 2, "data": 2, "warm-up": 2, "training": 6, "validation": 3, "checkpoint": 4}
+AIMS = {"start": 2, "data": 2, "warm-up": 2, "training": 6, "validation": 3, "checkpoint": 4, "after training": 2}
 """What a kill is aimed at, and how often; what it has met with is looked up afterwards."""
 OVERRIDES = [
     "debug=fast",
@@ -228,6 +230,8 @@ class Running:
         last = next((kind for kind in reversed(kinds) if kind != "save"), "")
         if last in ("", "setup"):
             return "warm-up" if self.said("train") else "data" if self.said("data") else "start"
+        if self.said("decode"):
+            return "after training"
         return "after training" if last == "end" else "validation" if last.startswith("val") and last != "val" else "training"
 
 
@@ -329,6 +333,8 @@ def aim(running: Running, at: str, rng: random.Random) -> bool:
     elif at == "validation":
         times = rng.randint(1, 2)
         until, rest = (lambda: running.count("validation") >= times), rng.uniform(0, 0.4)
+    elif at == "after training":
+        until, rest = (lambda: running.count("end") > 0 or running.said("decode")), rng.uniform(0, 1.5)
     else:
         seen: set[str] = set()
         files = rng.randint(1, 3)
@@ -444,8 +450,6 @@ class Killer:
                 self.outcome.phases[running.phase()] += 1
             elif running.code:
                 text = running.log.read_text()[-1500:]
-                if begins == self.steps and "nothing is left to train" in text:
-                    return folders, abandoned
                 self.outcome.differences.append(f"{folder.name}, start {number}: exit code {running.code}: {text}")
                 return [], abandoned
             began = _first(folder / "seen" / f"0.{number}.jsonl", "begin")
@@ -453,7 +457,7 @@ class Killer:
                 self.outcome.differences.append(
                     f"{folder.name}, start {number}: began at step {began}, its checkpoint is of {begins}"
                 )
-            if not met:
+            if not met or has_ended(folder):
                 return folders, abandoned
             if not resumable(folders):
                 abandoned |= {path.stem.removeprefix("run-") for path in folder.glob("wandb/offline-run-*/run-*.wandb")}
@@ -487,19 +491,18 @@ def compare(reference: Path, folders: list[Path], rtol: float, outcome: Outcome,
     last = folders[-1]
     told = [
         *_recorded(reference, folders, rtol, outcome),
-        *_checkpoints(reference, last, rtol),
+        *_checkpoints(
+            [reference / "checkpoints" / "last.ckpt", *filter(None, [resumable(folders)])], rtol, moved=len(folders) > 1
+        ),
         *_logged("metrics.csv", _csv(reference), _csv(last), rtol),
         *_wandb(reference, folders, rtol, abandoned),
     ]
-    one, other = (folder / "summary.json" for folder in (reference, last))
-    if other.exists():  # else it was killed between its last checkpoint and its end
-        told += _differ("summary", _facts(one), _facts(other), rtol)
-        if (
-            not rtol
-            and (reference / "drafter" / "model.safetensors").read_bytes()
-            != (last / "drafter" / "model.safetensors").read_bytes()
-        ):
-            told.append("the exported drafter")
+    told += _differ("summary", *(_facts(folder / SUMMARY) for folder in (reference, last)), rtol)
+    exported, ours = ((folder / "drafter" / "model.safetensors").read_bytes() for folder in (reference, last))
+    if not rtol and exported != ours:
+        told.append("the exported drafter")
+    if not (last / "report.html").is_file():
+        told.append("report.html is lost")
     return told
 
 
@@ -554,14 +557,26 @@ def _differ(where: str, one: Any, other: Any, rtol: float) -> Iterator[str]:
         yield f"{where}: {str(one)[:60]!r} and {str(other)[:60]!r}"
 
 
-def _checkpoints(reference: Path, folder: Path, rtol: float) -> Iterator[str]:
-    saved = [load(path / "checkpoints" / "last.ckpt") for path in (reference, folder)]
-    for checkpoint, path in zip(saved, (reference, folder), strict=True):
+def _checkpoints(paths: list[Path], rtol: float, *, moved: bool) -> Iterator[str]:
+    """The reference's and the run's last one.
+
+    Args:
+        moved: the run went on in another folder, where it keeps a best of its own.
+    """
+    saved = [load(path) for path in paths]
+    for checkpoint, path in zip(saved, paths, strict=True):
         checkpoint.pop("recent_metrics")  # of the last seconds, however many steps those were
+        latest = checkpoint["latest_metrics"]
+        checkpoint["latest_metrics"] = {name: value for name, value in latest.items() if name.startswith(WANTED)}
         # Names of folders and of the W&B run are each run's own.
-        text = json.dumps(checkpoint["callbacks"], default=_plain).replace(str(path), "RUN")
-        checkpoint["callbacks"] = json.loads(re.sub(r'("wandb_run_id": )"\w+"', r'\1"RUN"', text))
-    yield from _differ("last.ckpt", *saved, rtol)
+        text = json.dumps(checkpoint["callbacks"], default=_plain).replace(str(path.parent.parent), "RUN")
+        checkpoint["callbacks"] = states = json.loads(re.sub(r'("wandb_run_id": )"\w+"', r'\1"RUN"', text))
+        for best in (
+            ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value") if moved else ()
+        ):
+            for state in states.values():
+                state.pop(best, None)
+    yield from _differ("last.ckpt", saved[0], saved[1], rtol) if len(saved) > 1 else ["last.ckpt is lost"]
 
 
 def _plain(value: Any) -> Any:
@@ -595,7 +610,9 @@ def _logged(where: str, one: Rows, other: Rows, rtol: float, *, again: bool = Fa
 
 
 def _wandb(reference: Path, folders: list[Path], rtol: float, abandoned: set[str]) -> Iterator[str]:
-    """All parts of one run together; none doubled within a part."""
+    """All parts of one run together; none doubled within a part. Nothing with ``--set logger=csv``."""
+    if not (reference / "wandb").exists():
+        return
     parts = [part for folder in folders for part in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
     (whole,) = reference.glob("wandb/offline-run-*/run-*.wandb")
     # A start without a checkpoint to go on from is a run of its own; it goes no further than that.
@@ -649,7 +666,13 @@ def main() -> int:
     )
     parser.add_argument("--fresh", action="store_true", help="new interpreters")
     parser.add_argument("--work", type=Path, help="keep everything here")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more of train.py's")
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="more of train.py's, such as logger=csv: then W&B is not compared",
+    )
     options = parser.parse_args()
     rtol = (0.02 if torch.cuda.is_available() else 0.0) if options.rtol is None else options.rtol
     if not options.fresh:

@@ -16,6 +16,7 @@ from callbacks.acceptance import Acceptance
 from dflash_lit.checkpoints.file import remove_leftovers
 from dflash_lit.checkpoints.io import VerifiedCheckpointIO
 from dflash_lit.errors import UserError
+from dflash_lit.optimizer_steps import OptimizerSteps
 
 __all__ = ["SafeCheckpoint"]
 
@@ -33,7 +34,7 @@ class SafeCheckpoint(ModelCheckpoint):
     - ``monitor="auto"`` is ``val/tau@64`` where :class:`Acceptance` decodes draft trees (at another budget if not at 64), and
       ``val/tree_eal@64`` elsewhere.
     - What killed writers have left in the folder, and in that of the checkpoint a run goes on from, is removed at the start.
-    - Nothing is saved between the batches of an optimizer step.
+    - Nothing is saved between the batches of an optimizer step, nor between a step and the validation after it.
     - A resumed run forgets those of the best checkpoints that are not in its folder any more.
 
     Args:
@@ -57,7 +58,7 @@ class SafeCheckpoint(ModelCheckpoint):
         super().__init__(monitor=monitor, mode=mode or "min", **settings)
         self.on_disk_full = on_disk_full
         self._saving = False
-        self._step = -1
+        self._steps = OptimizerSteps()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.monitor == _AUTO:
@@ -129,14 +130,17 @@ class SafeCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._step = trainer.global_step
+        self._steps.begin(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        # Lightning may save while gradients are being accumulated, which no checkpoint holds: a run that has been resumed from a step at
-        # which it saves would, again, after the first batch of the next.
-        if trainer.global_step == self._step:
+        # A run that has been resumed from a step at which Lightning saves would, again, after the first batch of the next.
+        if not self._steps.taken(trainer):
             return
-        self._step = trainer.global_step
+        if _validation_follows(trainer):
+            # Lightning never makes up for a validation that a run was killed in, if its checkpoint is of before.
+            if self._every_n_train_steps and trainer.global_step % self._every_n_train_steps == 0:
+                self._defer_save_until_validation = True
+            return
         with self._outliving(trainer):
             super().on_train_batch_end(trainer, *arguments)
 
@@ -151,6 +155,14 @@ class SafeCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: L.Trainer, *arguments: Any) -> None:
         with self._outliving(trainer):
             super().on_train_end(trainer, *arguments)
+
+
+def _validation_follows(trainer: L.Trainer) -> bool:
+    """In ``on_train_batch_end``: whether this batch is followed by a validation."""
+    # Private, as `_defer_save_until_validation` above: Lightning says nowhere else what comes next; tests/callbacks/test_checkpoints.py.
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return bool(sum(trainer.num_val_batches)) and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 def _acceptance_metric(trainer: L.Trainer, module: L.LightningModule) -> str:

@@ -21,6 +21,7 @@ from dflash_lit.guard.probe import Layout, Probe, Seen
 from dflash_lit.guard.saved_step import finish, save_batches, save_weights
 from dflash_lit.guard.spikes import Spike, SpikeDetector
 from dflash_lit.module import DrafterModule
+from dflash_lit.optimizer_steps import OptimizerSteps
 
 __all__ = ["FiniteGuard"]
 
@@ -115,6 +116,7 @@ class FiniteGuard(Callback):
         self.detector = SpikeDetector(*self._spike_settings)
         self.skipped: deque[int] = deque(maxlen=self.max_skips + 1)
         self.skip_count = self.spike_count = self.rollbacks = self.saved = 0
+        self._steps = OptimizerSteps()
         self._ignored = 0  # numbers up to this step are of a state that was given up
         self._batches: list[Batch] = []
         self._held: dict[int, list[Batch]] = {}
@@ -144,13 +146,13 @@ class FiniteGuard(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DrafterModule)
-        self._step = trainer.global_step
+        self._steps.begin(trainer)
         if self.spikes == "rollback":
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
             self._kept = KeptStates(
                 list(pl_module.drafter.parameters()) + _buffers(pl_module), trainer.optimizers[0], schedules
             )
-            self._kept.keep(self._step)
+            self._kept.keep(self._steps.last)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if isinstance(pl_module, DrafterModule):
@@ -190,9 +192,9 @@ class FiniteGuard(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, DrafterModule)
-        if trainer.global_step == self._step:  # gradients are being accumulated
+        if not self._steps.taken(trainer):
             return
-        self._step = step = trainer.global_step
+        step = trainer.global_step
         self._hold(step)
         assert self._probe is not None
         assert self._probe.numbers is not None
@@ -232,6 +234,10 @@ class FiniteGuard(Callback):
         self._look(trainer, pl_module, behind=0)
         if not _weights_finite(pl_module):  # by the last update, after which no step has looked at them
             raise UserError(f"step {trainer.global_step}: not finite: {_bad_weights(pl_module)}; {_CURE}")
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Where nothing was left to train, what the checkpoint holds is looked at before it is exported."""
+        self.on_train_end(trainer, pl_module)
 
     def _look(self, trainer: L.Trainer, module: L.LightningModule, behind: int | None = None) -> None:
         assert isinstance(module, DrafterModule)

@@ -9,6 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from dflash_lit.errors import Interrupted
+from dflash_lit.optimizer_steps import OptimizerSteps
 from dflash_lit.placement.feature_loader import FeatureLoader
 from dflash_lit.placement.remote_target import RemoteTarget
 from dflash_lit.stopping import stopping
@@ -28,12 +29,13 @@ class Interrupt(Callback):
 
     def __init__(self, checkpoint: str) -> None:
         self.checkpoint = Path(checkpoint)
-        self._step = -1
+        self._steps = OptimizerSteps()
         self._saved = -1  # step of the newest checkpoint
         self._agreement: Any = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._step = self._saved = trainer.global_step
+        self._steps.begin(trainer)
+        self._saved = trainer.global_step
         if trainer.world_size > 1:
             self._agreement = trainer.strategy.agreement()  # type: ignore[attr-defined]
         stopping.hold()
@@ -44,9 +46,8 @@ class Interrupt(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self._step:  # gradients are being accumulated, which no checkpoint holds
+        if not self._steps.taken(trainer):
             return
-        self._step = trainer.global_step
         told = stopping.signal if self._agreement is None else self._agreement.ask(stopping.signal)
         if told:
             self._stop(trainer, told)

@@ -53,7 +53,7 @@ class WandbRun(Callback):
         self.code, self.pictures, self.artifact = code, pictures, artifact
         self.history: dict[int, dict[str, float]] = {}
         self._id: str | None = None
-        self._pictured = False
+        self._pictured = self._resumed = False
 
     # -- what a checkpoint keeps
 
@@ -63,6 +63,7 @@ class WandbRun(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = {int(step): dict(metrics) for step, metrics in state_dict.get("history", {}).items()}
+        self._resumed = True
         # In another run than the checkpoint's they are missing.
         self._pictured = bool(state_dict.get("pictured")) and state_dict.get(RUN_ID) == self._id
 
@@ -86,6 +87,7 @@ class WandbRun(Callback):
             run.log_artifact(code)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._draw_again(trainer)
         run, data = _run(trainer), getattr(trainer, "datamodule", None)
         if run is None or not self.pictures or self._pictured or not isinstance(data, RowDataModule):
             return
@@ -106,12 +108,25 @@ class WandbRun(Callback):
         self.history[trainer.global_step] = {
             name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(shown)
         }
+        self._draw(run, trainer.global_step)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._draw_again(trainer)  # where nothing was left to train no training has started
+
+    def _draw_again(self, trainer: L.Trainer) -> None:
+        """The last curves before the checkpoint: W&B may not have written them when the run was killed."""
+        run = _run(trainer)
+        if run is not None and self._resumed and self.history:
+            self._draw(run, max(self.history))
+        self._resumed = False
+
+    def _draw(self, run: wandb.Run, step: int) -> None:
         charts = {
             "acceptance/by_slot": _chart(by_slot(self.history), "slots 1..k all right", "k"),
             "acceptance/by_budget": _chart(by_budget(self.history), "tokens per target pass", "tree nodes (0: chain)"),
         }
         if drawn := {name: chart for name, chart in charts.items() if chart is not None}:
-            run.log({**drawn, STEP: trainer.global_step})
+            run.log({**drawn, STEP: step})
 
     # -- afterwards
 

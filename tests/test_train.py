@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import termios
@@ -155,6 +156,25 @@ def test_a_checkpoint_of_other_settings_or_data_is_refused(whole: Path, shelf: P
     done = run("train.py", *QUICK, resume, "data.train_prompts=16", folder=shelf)
     assert done.returncode == 2
     assert "the checkpoint has data (digest of the training rows)=" in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_run_that_was_killed_after_its_last_step_finishes(whole: Path, shelf: Path) -> None:
+    """It has written all but what comes after training: it neither trains nor validates again, and its summary is the whole run's."""
+    killed = shelf / "killed"
+    for name in ("checkpoints/last.ckpt", "csv/metrics.csv"):
+        (killed / name).parent.mkdir(parents=True)
+        shutil.copy(whole / name, killed / name)
+    finish = ("train.py", *QUICK, f"ckpt_path='{killed}/checkpoints/last.ckpt'", f"hydra.run.dir={killed}")
+    done = run(*finish, folder=shelf)
+    assert done.returncode == 0, done.stderr[-3000:]
+    unlike = ("wall_s", "phases", "peak_rss", "tokens_per_s", "export_dir", "report", "responses_from_cache")
+    one, other = ({k: v for k, v in summary_of(path).items() if not k.startswith(unlike)} for path in (whole, killed))
+    assert other == {name: value for name, value in one.items() if "t0.7" not in name and not name.startswith("tau_greedy@")}
+    weights = [(path / "drafter" / "model.safetensors").read_bytes() for path in (whole, killed)]
+    assert weights[0] == weights[1]
+    assert (killed / "csv" / "metrics.csv").read_text().count("\n") == (whole / "csv" / "metrics.csv").read_text().count("\n")
+    assert (killed / "report.html").read_text().count("<svg") >= 3
+    assert run(*finish, folder=shelf).returncode == 2  # now nothing is left
 
 
 def test_a_finished_run_is_not_resumed_in_silence(whole: Path, shelf: Path) -> None:

@@ -44,7 +44,6 @@ _OTHER = (
     "data.row_tokens=256",
     "data.rows_per_batch=2",
     "trainer.accumulate_grad_batches=1",
-    "trainer.max_steps=2",
     "drafter.feature_noise=0.5",
     "objective.alpha=0.25",
 )

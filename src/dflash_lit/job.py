@@ -66,7 +66,7 @@ from dflash_lit.report import closing_table, load_metrics, write_report
 from dflash_lit.responses.on_policy import PolicyQuestion, answer_policy
 from dflash_lit.stopping import stopping
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
-from dflash_lit.trained import forget_trained, metrics_of, note_trained
+from dflash_lit.trained import SUMMARY, reopen
 from dflash_lit.watching.announce import announcement
 from dflash_lit.watching.pace import StepClock, pace_file, read_pace, write_pace
 from dflash_lit.watching.resumed import run_of_checkpoint
@@ -136,7 +136,7 @@ class TakesSummary(Protocol):
     """A callback that wants the run's summary."""
 
     def on_summary(self, trainer: L.Trainer, summary: Mapping[str, Any], drafter: Path) -> None:
-        """Called on rank 0 when ``summary.json`` is written; ``drafter`` is the folder of the exported one."""
+        """Called on rank 0 before ``summary.json`` is written; ``drafter`` is the folder of the exported one."""
 
 
 class _Listen(Callback):
@@ -320,12 +320,7 @@ class Job:
 
     def trained(self, trainer: L.Trainer) -> None:
         """Training is over; what is left, to decode with the drafter, can be done by a run that resumes this one's checkpoint."""
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if not values and self.cfg.ckpt_path is not None:  # nothing was left to train
-            values = metrics_of(Path(self.cfg.ckpt_path).parent.parent)
-        self.metrics = values
-        if self.leads:
-            note_trained(self.folder, values)
+        self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def leave(self, target: FrozenTarget | RemoteTarget) -> FrozenTarget | None:
         """Training is over: the other processes end. On rank 0 a whole target comes back, to decode with."""
@@ -568,6 +563,7 @@ class Job:
         if not loggers:
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
         if self.leads:
+            reopen(self.folder)
             callbacks = [*callbacks, self.clock]
             for logger in loggers:
                 logger.log_hyperparams(self.described())
@@ -619,7 +615,7 @@ class Job:
     # -- finishing
 
     def summarise(self, trainer: L.Trainer, module: DrafterModule, target: FrozenTarget, data: JobData) -> dict[str, Any]:
-        """Decode for real with the *exported* drafter and put all figures together; writes ``summary.json``."""
+        """Decode for real with the *exported* drafter and put all figures together."""
         # The export callback says where it wrote; without one the job exports itself.
         made = [found for callback in trainer.callbacks if (found := getattr(callback, "exported_to", None))]  # type: ignore[attr-defined]
         export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
@@ -709,14 +705,12 @@ class Job:
         return measure(target, drafter, few, max_new_tokens=min(self.plan.max_new_tokens, 48), plain=False).tau
 
     def close(self, summary: dict[str, Any], trainer: L.Trainer) -> None:
-        """Write ``summary.json`` and ``report.html``, log the summary, print the table."""
+        """Write ``report.html``, log the summary, end the W&B run, print the table; and at the very end write ``summary.json``."""
         # On Linux in KiB, on macOS in bytes.
         unit = 2**30 if sys.platform == "darwin" else 2**20
         summary["phases"] = self.phases
         summary["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 3)
         summary["wall_s"] = round(time.monotonic() - self.started, 1)
-        _write_json(self.folder / "summary.json", summary)
-        forget_trained(self.folder)
         config = OmegaConf.to_yaml(OmegaConf.structured(self.cfg) if not OmegaConf.is_config(self.cfg) else self.cfg)
         metrics_file = self.folder / "csv" / "metrics.csv"
         metrics = load_metrics(metrics_file) if metrics_file.is_file() else {}
@@ -727,6 +721,9 @@ class Job:
         Console().print(closing_table(summary, _shown(report)))
         if pace := self.clock.pace(time.monotonic(), runs=self.last_pace.runs + 1 if self.last_pace else 1):
             write_pace(self.pace_file, pace)
+        if wandb.run is not None:
+            wandb.finish()
+        _write_json(self.folder / SUMMARY, summary)  # from here on a run that goes on from its checkpoint has nothing to do
 
 
 def _check_monitors(callbacks: Sequence[Callback], tree_budgets: Sequence[int]) -> None:

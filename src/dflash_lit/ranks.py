@@ -24,6 +24,7 @@ from dflash_lit.requeue import checkpoint_of, note_folder, requeue, wanted
 from dflash_lit.stopping import stopping
 from dflash_lit.sweeps.end import failed_jobs
 from dflash_lit.sweeps.outcome import run_job
+from dflash_lit.trained import has_ended
 
 __all__ = ["begin", "join", "launch"]
 
@@ -109,7 +110,7 @@ def _or_again(composed: DictConfig, run: Callable[[], float | None]) -> float | 
     """A run as a batch job of SLURM, which may start it again."""
     folder = Path(composed.paths.output_dir)
     if (checkpoint := checkpoint_of(folder)) is not None:
-        if (folder / "summary.json").is_file():
+        if has_ended(folder):
             print(f"{folder}: this run has ended before SLURM started the job again; nothing is left to do", file=sys.stderr)
             return None
         composed.ckpt_path = checkpoint

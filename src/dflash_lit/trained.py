@@ -1,37 +1,20 @@
-"""A run that was stopped between its last step and its end: what it had measured, for whoever decodes with its drafter."""
+"""Whether a run has come to its end: one that was killed after its last step has only to finish."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_lit.files import write_whole
+__all__ = ["SUMMARY", "has_ended", "reopen"]
 
-__all__ = ["forget_trained", "left_to_decode", "metrics_of", "note_trained"]
-
-_FILE = "trained.json"
-
-
-def note_trained(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Training is over in this folder."""
-    write_whole(folder / _FILE, json.dumps(dict(metrics)) + "\n")
+SUMMARY = "summary.json"
+"""The last file that a run writes."""
 
 
-def forget_trained(folder: Path) -> None:
-    """Nothing is left to do."""
-    (folder / _FILE).unlink(missing_ok=True)
+def has_ended(folder: Path) -> bool:
+    """Whether nothing is left to do in a run's folder."""
+    return (folder / SUMMARY).is_file()
 
 
-def metrics_of(folder: Path) -> dict[str, float]:
-    """What was noted there; empty if nothing was."""
-    try:
-        return {str(name): float(value) for name, value in json.loads((folder / _FILE).read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError):
-        return {}
-
-
-def left_to_decode(checkpoint: str | Path) -> bool:
-    """Whether the run that saved it in its folder was trained to its end, and not decoded with."""
-    folder = Path(checkpoint).parent.parent
-    return (folder / _FILE).is_file()
+def reopen(folder: Path) -> None:
+    """A run begins or goes on in this folder; what an earlier, shorter one has summarised there is no longer its end."""
+    (folder / SUMMARY).unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 
@@ -58,7 +58,7 @@ class KillAfter(Callback):
 
 def made(folder: Path, *overrides: str) -> list[SafeCheckpoint]:
     conf = OmegaConf.create({"paths": {"output_dir": str(folder)}, "callbacks": OmegaConf.load(CONF)})
-    conf.merge_with_dotlist(list(overrides))
+    conf.merge_with_dotlist([override.removeprefix("+") for override in overrides])
     return [instantiate(conf.callbacks[name]) for name in ("checkpoint", "last_checkpoint")]
 
 
@@ -70,6 +70,7 @@ def fit(
     stop: int = -1,
     batch: int = 0,
     accumulate: int = 1,
+    more: Sequence[Callback] = (),
 ) -> list[SafeCheckpoint]:
     saves = made(folder, *overrides)
     trainer = L.Trainer(
@@ -82,7 +83,7 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*saves, KillAfter(stop, batch)],
+        callbacks=[*saves, KillAfter(stop, batch), *more],
         accumulate_grad_batches=accumulate,
         plugins=[VerifiedCheckpointIO()],
         default_root_dir=folder,
@@ -129,6 +130,37 @@ def test_nothing_is_saved_between_the_batches_of_a_step(tmp_path: Path) -> None:
         fit(tmp_path, scores, often, ckpt=file, stop=2, batch=1, accumulate=2)
     assert file.read_bytes() == before
     assert load(file)["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"] == 4
+
+
+class KillInValidation(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.seen: list[int] = []
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seen.append(trainer.global_step)
+        if trainer.global_step == self.step:
+            raise RuntimeError("killed")
+
+
+def test_nothing_is_saved_between_a_step_and_its_validation(tmp_path: Path) -> None:
+    """Lightning would go on after that validation without ever having done it."""
+    often, file = "+callbacks.last_checkpoint.every_n_train_steps=3", tmp_path / "checkpoints" / "last.ckpt"
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(tmp_path, Scored(1, 2, 3, 4), often, more=[KillInValidation(6)])
+    assert load(file)["global_step"] == 3
+    watched = KillInValidation(-1)
+    fit(tmp_path, Scored(1, 2, 3, 4), often, ckpt=file, more=[watched])
+    assert watched.seen == [4, 6, 8]
+    assert load(file)["global_step"] == 6
+
+
+def test_private_names_of_lightning_are_where_they_were(tmp_path: Path) -> None:
+    """callbacks/checkpoint.py asks the loop what follows a batch, and puts a save off as ModelCheckpoint does by itself."""
+    trainer = L.Trainer(default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
+    assert callable(trainer.fit_loop.epoch_loop._should_check_val_fx)
+    assert trainer.fit_loop._data_fetcher is None
+    assert ModelCheckpoint(tmp_path)._defer_save_until_validation is False
 
 
 def test_what_lightning_forgets_is_known_after_resuming(tmp_path: Path) -> None:

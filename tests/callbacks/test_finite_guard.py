@@ -337,6 +337,14 @@ def test_a_resumed_run_decides_as_the_whole_one(embedded: FrozenTarget, tmp_path
     assert whole.guard.skip_count == 2
 
 
+def test_a_spoilt_weight_is_not_exported_by_a_run_that_has_only_to_finish(embedded: FrozenTarget, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    with pytest.raises(UserError, match="not finite"):
+        fit(embedded, tmp_path / "whole", in_weight, (4,), steps=4, more=(saving,))
+    with pytest.raises(UserError, match="step 4: not finite: weight drafter"):
+        fit(embedded, tmp_path / "again", steps=4, path=str(tmp_path / "step=4.ckpt"))
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -152,3 +152,33 @@ def test_the_metrics_of_the_very_step_of_a_checkpoint_are_kept(tmp_path: Path) -
     trainer(folder, resumes=path).fit(Line(), ckpt_path=path, weights_only=True)
     assert losses(folder) == losses(whole)
     assert len(losses(whole)) == 6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+@pytest.mark.parametrize("left", [2, 0], ids=["something left to train", "nothing left"])
+def test_the_latest_value_of_every_metric_outlives_the_process(tmp_path: Path, left: int) -> None:
+    """Of a validation, too, that a run which goes on does not come to again."""
+    path = tmp_path / "last.ckpt"
+
+    def trainer(steps: int) -> L.Trainer:
+        return L.Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            logger=False,
+            callbacks=[KeptMetrics()],
+            plugins=[VerifiedCheckpointIO()],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+
+    first, again = trainer(4), trainer(4 + left)
+    first.fit(Line())
+    third = torch.tensor(1 / 3)
+    first.callback_metrics["val/loss"] = third
+    first.save_checkpoint(path)
+    again.fit(Line(), ckpt_path=path, weights_only=True)
+    assert float(again.callback_metrics["val/loss"]) == float(third)
+    losses = [float(one.callback_metrics["train/loss"]) for one in (first, again)]
+    assert losses[1] < losses[0] if left else losses[1] == losses[0]
