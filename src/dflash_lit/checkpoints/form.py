@@ -46,8 +46,11 @@ def check_count(value: Any, where: str) -> int:
     return value
 
 
-def check_tensors(theirs: Any, ours: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors that are not those of ``ours``: names, shapes, floating point or not; and those with values that are not finite.
+def check_tensors(theirs: Any, ours: Mapping[str, Tensor], where: str, *, finite: bool = True) -> None:
+    """Refuse tensors that are not those of ``ours``: names, shapes, floating point or not.
+
+    Args:
+        finite: refuse those with values that are not finite, too.
 
     Raises:
         UserError: naming the entry.
@@ -59,10 +62,10 @@ def check_tensors(theirs: Any, ours: Mapping[str, Tensor], where: str) -> None:
             raise _refuse(f"{where}.{name}", "is missing")
         if name not in ours:
             raise _refuse(f"{where}.{name}", "does not belong to this drafter")
-        _check_tensor(theirs[name], ours[name].shape, f"{where}.{name}", floating=ours[name].is_floating_point())
+        _check_tensor(theirs[name], ours[name].shape, f"{where}.{name}", floating=ours[name].is_floating_point(), finite=finite)
 
 
-def _check_tensor(value: Any, shape: Sequence[int], where: str, *, floating: bool = True) -> None:
+def _check_tensor(value: Any, shape: Sequence[int], where: str, *, floating: bool = True, finite: bool = True) -> None:
     if not isinstance(value, Tensor):
         raise _refuse(where, f"is {_shown(value)}, no tensor")
     if value.layout is not torch.strided:
@@ -71,7 +74,7 @@ def _check_tensor(value: Any, shape: Sequence[int], where: str, *, floating: boo
         raise _refuse(where, f"has shape {list(value.shape)}, this run's has {list(shape)}")
     if value.is_floating_point() != floating:
         raise _refuse(where, f"has values of kind {str(value.dtype).removeprefix('torch.')}")
-    if floating and not bool(value.isfinite().all()):
+    if finite and floating and not bool(value.isfinite().all()):
         raise _refuse(where, "has values that are not finite")
 
 
