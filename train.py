@@ -9,6 +9,7 @@ import hydra
 import lightning as L
 from omegaconf import DictConfig
 
+from dflash_lit.checkpoints.form import restoring
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.job import Job
 from dflash_lit.placement.world import World
@@ -31,7 +32,8 @@ def train(cfg: TrainConfig, plan: Plan, world: World | None) -> float | None:
         with job.phase("train"):
             module = job.module(target)
             trainer = job.trainer(target, callbacks, loggers)
-            trainer.fit(module, datamodule=data.module, ckpt_path=cfg.ckpt_path, weights_only=True)
+            with restoring(cfg.ckpt_path):
+                trainer.fit(module, datamodule=data.module, ckpt_path=cfg.ckpt_path, weights_only=True)
             job.trained(trainer)
         with job.phase("decode"):
             whole = job.leave(target)

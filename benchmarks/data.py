@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def generate(folder: Path, documents: int, median: float, sigma: float, longest:
             pyarrow.array(numbers.astype(np.int64)),
             pyarrow.array(np.ones(count, dtype=np.bool_)),
             pyarrow.array(rng.random(count)),
+            pyarrow.array(_sums(tokens.to_numpy(), lengths), type=pyarrow.uint32()),
         ]
         with (
             pyarrow.OSFile(str(store / f"{part:06d}.arrow"), "wb") as file,
@@ -95,6 +97,12 @@ def generate(folder: Path, documents: int, median: float, sigma: float, longest:
         ):
             writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=SCHEMA))
     write_index(store, Skips(seen=documents), 0.0)
+
+
+def _sums(tokens: Any, lengths: Any) -> list[int]:
+    """Of the tokens of each document."""
+    ends = lengths.cumsum().tolist()
+    return [zlib.crc32(tokens[end - length : end]) for end, length in zip(ends, lengths.tolist(), strict=True)]
 
 
 def measure(folder: Path, row_tokens: int, rows_per_batch: int, seconds: float, began: float) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from callbacks.acceptance import Acceptance
 from dflash_lit.checkpoints.file import remove_leftovers
@@ -67,6 +68,13 @@ class SafeCheckpoint(ModelCheckpoint):
     # -- what earlier runs have left
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        best = state_dict["best_k_models"]
+        names = [state_dict[name] for name in ("best_model_path", "last_model_path", "kth_best_model_path")]
+        scores = [*best.values(), *(state_dict[name] for name in ("best_model_score", "current_score", "kth_value"))]
+        if not all(isinstance(name, str) for name in [*names, *best]):
+            raise TypeError(f"{type(self).__name__}: a file's name that is no text")
+        if not all(score is None or (isinstance(score, Tensor) and score.numel() == 1) for score in scores):
+            raise TypeError(f"{type(self).__name__}: a score that is no number")
         super().load_state_dict(state_dict)
         self.current_score = state_dict.get("current_score")  # which Lightning forgets
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from dflash_lit.checkpoints.form import check_count
 from dflash_lit.errors import UserError
 from dflash_lit.guard.kept import KeptStates
 from dflash_lit.guard.mailbox import Mailbox
@@ -170,7 +171,17 @@ class FiniteGuard(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict
+        # Looked at here, where what is wrong is known to be the checkpoint's.
+        where = f"callbacks.{type(self).__name__}"
+        counts = {name: check_count(state_dict.get(name), f"{where}.{name}") for name in (*_COUNTS, "ignored")}
+        SpikeDetector().load_state_dict(state_dict["detector"])
+        self._loaded = {
+            **counts,
+            "device_skips": float(state_dict["device_skips"]),
+            "skipped": [check_count(step, f"{where}.skipped") for step in state_dict["skipped"]],
+            "detector": state_dict["detector"],
+            "unread": [(dict(about), [float(number) for number in numbers]) for about, numbers in state_dict["unread"]],
+        }
 
     # -- steps
 

@@ -51,8 +51,14 @@ class KeptMetrics(Callback):
         ]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._unlogged, self._recent = checkpoint.get(_UNLOGGED, []), checkpoint.get(_RECENT, [])
-        self._latest = checkpoint.get(_LATEST, {})
+        self._recent = [
+            [None if step is None else int(step), _plain(metrics)] for step, metrics in checkpoint.get(_RECENT) or []
+        ]
+        self._unlogged = []
+        if unlogged := checkpoint.get(_UNLOGGED):
+            step, metrics = unlogged
+            self._unlogged = [int(step), _plain(metrics)]
+        self._latest = _plain(checkpoint.get(_LATEST) or {})
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restore(trainer)

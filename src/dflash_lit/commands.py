@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.stopping import PREEMPTS, stopping
 
-__all__ = ["exits_on_user_error", "one_line", "run_command", "stop_code"]
+__all__ = ["exits_on_user_error", "groups_explained", "one_line", "run_command", "stop_code"]
 
 
 def one_line(error: BaseException) -> str:
@@ -25,12 +25,17 @@ def one_line(error: BaseException) -> str:
         # OmegaConf appends lines that name its own classes; the first says what is wrong.
         for line in str(current).splitlines():
             text = line.strip()
+            if (key := text.removeprefix("full_key: ")) != text and parts and not any(key in part for part in parts):
+                parts[-1] += f" (in {key})"
             if (
                 text
                 and not text.startswith(("full_key:", "object_type=", "reference_type=", "To append to your config"))
-                and text not in parts
+                and not any(text in part for part in parts)
             ):
                 parts.append(text)
+        # Hydra's parser says at which character, of which word it does not.
+        if parts and isinstance(word := getattr(current, "override", None), str) and word not in " ".join(parts):
+            parts[0] = f"{word}: {parts[0]}"
         current = current.__cause__
     return "; ".join(parts[:3]) or type(error).__name__
 
@@ -64,6 +69,36 @@ def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
         raise SystemExit(2 if isinstance(error, UserError) else 1) from error
 
 
+@contextmanager
+def groups_explained(words: Sequence[str]) -> Iterator[None]:
+    """Around composing a config: a group that is set to null is named, for which Hydra has a bare ValueError.
+
+    Args:
+        words: of the command line.
+
+    Raises:
+        UserError: naming the words that may be it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Config group override must be"):
+            raise
+        named = " ".join(word for word in words if word.endswith(("=null", "=None", "="))) or " ".join(words)
+        raise UserError(f"{named}: a config group cannot be null; choose one of its files, or leave it out") from None
+
+
+def _makes_folder(error: OSError) -> bool:
+    """Whether it was Hydra that met with it, making a run's folder, before it has called anything of ours."""
+    trace = error.__traceback__
+    while trace is not None:
+        if (trace.tb_frame.f_globals.get("__name__"), trace.tb_frame.f_code.co_name) == ("hydra.core.utils", "run_job"):
+            inside = trace.tb_next
+            return inside is not None and inside.tb_frame.f_code.co_name in ("mkdir", "_save_config", "configure_log")
+        trace = trace.tb_next
+    return False
+
+
 def run_command(command: Callable[[], Any]) -> int:
     """Run ``command``; its own exit code if it returns one, else 0; 2 with one line on stderr for wrong input, 130 if interrupted;
     0 for a run that SIGTERM, SIGUSR1 or ``trainer.max_time`` has stopped.
@@ -74,11 +109,21 @@ def run_command(command: Callable[[], Any]) -> int:
     # Hydra would print its own several lines and exit; with this it raises instead.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        result = command()
+        with groups_explained(sys.argv[1:]):
+            result = command()
     except (UserError, HydraException, OmegaConfBaseException) as error:
         if chosen == "1":
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if chosen == "1" or not _makes_folder(error):
+            raise
+        print(
+            f"error: {error.filename or 'hydra.run.dir'}: the run's folder cannot be made ({error.strerror}); name another with hydra.run.dir, "
+            "or a place for all runs with DFLASH_LIT_RUNS",
+            file=sys.stderr,
+        )
         return 2
     except Interrupted as error:
         print(_stopped(error), file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Interrupted", "Pruned", "RankError", "UserError"]
+__all__ = ["Interrupted", "Pruned", "RankError", "UserError", "stop_within"]
 
 
 class UserError(Exception):
@@ -44,3 +44,15 @@ class Pruned(Interrupted):
     def __init__(self, metric: str, value: float, step: int) -> None:
         super().__init__(0, "")
         self.metric, self.value, self.step = metric, value, step
+
+
+def stop_within(error: BaseException | None) -> BaseException | None:
+    """The :class:`Interrupted` or KeyboardInterrupt that has led to ``error``; None if there is none.
+
+    Either may come in the middle of anybody's code, which then fails while it cleans up, with an error of its own over it.
+    """
+    if isinstance(error, UserError | RankError):  # of us, and meant
+        return None
+    while error is not None and not isinstance(error, Interrupted | KeyboardInterrupt):
+        error = error.__context__
+    return error

@@ -52,7 +52,7 @@ from dflash_lit.decode.proposer import ProposingDrafter
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
 from dflash_lit.doctor.look import free_memory
 from dflash_lit.drafter.model import Drafter
-from dflash_lit.errors import Interrupted, Pruned, UserError
+from dflash_lit.errors import Interrupted, Pruned, UserError, stop_within
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.channel import Channel
@@ -189,6 +189,10 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """End the W&B run, with what went wrong if anything did, and forget the graphs: the next job of a sweep starts its own."""
         torch.compiler.reset()
+        stop = stop_within(error)
+        # Lightning makes a SystemExit of Ctrl-C, as it should.
+        over = isinstance(error, Exception) and stop is not None
+        error = stop if over else error
         try:
             if wandb.run is not None:
                 code = 0
@@ -204,6 +208,8 @@ class Job:
         finally:
             if self._wandb_data is None:
                 os.environ.pop("WANDB_DATA_DIR", None)
+        if over and stop is not None:
+            raise stop
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

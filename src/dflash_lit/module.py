@@ -22,6 +22,7 @@ from dflash_lit.attention.dense import block_attention, dense_block_mask, refuse
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise, slot_tokens
 from dflash_lit.checkpoints.contract import CONTRACT, compare, settings
+from dflash_lit.checkpoints.form import check_loops, check_schedules, check_tensors
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.decode.chain import head_logits
 from dflash_lit.decode.lattice import make_lattice
@@ -494,6 +495,14 @@ class DrafterModule(L.LightningModule):
         """Refuse to resume a checkpoint of another drafter, target, objective or optimizer, or of other data.
 
         Raises:
-            UserError: naming every field that differs, and both values.
+            UserError: naming every field that differs, and both values; or the entry that cannot be one of such a run.
         """
         compare(checkpoint, self.contract())
+        try:
+            loop = self.trainer.fit_loop
+        except RuntimeError:  # not attached to a Trainer, which takes up the rest
+            return
+        # Whether they are finite was seen when the run was planned.
+        check_tensors(checkpoint.get("state_dict"), self.state_dict(), "state_dict", finite=False)
+        check_loops(checkpoint, loop.state_dict())
+        check_schedules(checkpoint.get("lr_schedulers"), len(self.make_optimizer().param_groups))

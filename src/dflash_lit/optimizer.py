@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from dflash_lit.checkpoints.form import check_optimizer
 from dflash_lit.errors import UserError
 
 __all__ = ["MuonWithAdamW", "make_optimizer", "orthogonal"]
@@ -125,8 +126,12 @@ def make_optimizer(module: nn.Module, kind: str, *, lr: float, betas: tuple[floa
     Raises:
         UserError: for an unknown ``kind``.
     """
+    made: Optimizer
     if kind == "muon":
-        return MuonWithAdamW(module.parameters(), lr=lr, betas=betas, weight_decay=weight_decay)
-    if kind == "adamw":
-        return AdamW(module.parameters(), lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
-    raise UserError(f"optimizer.kind={kind!r}: choose {' or '.join(_KINDS)}")
+        made = MuonWithAdamW(module.parameters(), lr=lr, betas=betas, weight_decay=weight_decay)
+    elif kind == "adamw":
+        made = AdamW(module.parameters(), lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    else:
+        raise UserError(f"optimizer.kind={kind!r}: choose {' or '.join(_KINDS)}")
+    made.register_load_state_dict_pre_hook(check_optimizer)
+    return made

@@ -15,6 +15,7 @@ import torch
 from dflash_lit.attention.dense import refuse_large
 from dflash_lit.checkpoints.contract import BATCHES, compare, settings
 from dflash_lit.checkpoints.file import load
+from dflash_lit.checkpoints.form import check_count
 from dflash_lit.config import DrafterSection, PlacementSection, TrainConfig
 from dflash_lit.data.chat_data import store_settings
 from dflash_lit.data.sources import find_sources
@@ -303,7 +304,7 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         raise UserError(f"target.dtype={cfg.target.dtype!r}: choose {', '.join(_DTYPES)}")
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
         raise UserError(f"ckpt_path={cfg.ckpt_path!r}: no such file; give a .ckpt file from a run's checkpoints folder")
-    if cfg.drafter.init_from is not None and not Path(cfg.drafter.init_from).is_dir():
+    if cfg.drafter.init_from is not None and not (cfg.drafter.init_from and Path(cfg.drafter.init_from).is_dir()):
         raise UserError(f"drafter.init_from={cfg.drafter.init_from!r}: no such folder; give that of an exported drafter")
     if not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed}: must lie in 0..{2**32 - 1}")
@@ -374,7 +375,8 @@ def _check_checkpoint(path: str, cfg: TrainConfig, plan: Plan) -> None:
     known = {"data.row_tokens": cfg.data.row_tokens, **dict(zip(BATCHES, batches, strict=True))}
     compare(saved, {**settings(plan.module_settings(cfg)), **known})
     drafter_of(saved, path)
-    if (done := int(saved.get("global_step", 0))) >= cfg.trainer.max_steps and has_ended(Path(path).parent.parent):
+    done = check_count(saved.get("global_step"), "global_step")
+    if done >= cfg.trainer.max_steps and has_ended(Path(path).parent.parent):
         raise UserError(
             f"ckpt_path={path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train; "
             "dflash-lit export writes its drafter"

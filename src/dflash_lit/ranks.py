@@ -34,6 +34,9 @@ Train = Callable[[TrainConfig, Plan, "World | None"], "float | None"]
 _NO_RUN = "no run; exit code "
 """Stands where the others expect a config."""
 
+_TELL_S = 25.0
+"""For the others to come and hear that."""
+
 _led: list[Layout] = []
 """Runs that this process has told others about."""
 
@@ -72,7 +75,7 @@ def _lead(main: Callable[[], object]) -> int:
             # Where one has ended torchrun ends the others; this one has yet to say why.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             # A run of all of them that is over at once. What has ended this process is not to be hidden by an error here.
-            with contextlib.suppress(Exception), _lead_run(started.everyone(), started, f"{_NO_RUN}{code}", "", 25.0):
+            with contextlib.suppress(Exception), _lead_run(started.everyone(), started, f"{_NO_RUN}{code}", "", _TELL_S):
                 pass
     return code
 

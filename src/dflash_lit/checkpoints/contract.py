@@ -83,7 +83,7 @@ def compare(checkpoint: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """
     theirs = contract_of(checkpoint)
     differ = [
-        f"{name}={theirs[name]}, this run {value}"
+        f"{name}={_told(theirs[name], value)}, this run {_told(value, theirs[name])}"
         for name, value in ours.items()
         if name in theirs
         and theirs[name] != value
@@ -95,6 +95,11 @@ def compare(checkpoint: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
             f"ckpt_path: the checkpoint has {'; '.join(differ)}; "
             "resume with the settings it was made with, or start a new run from its export (drafter.init_from)"
         )
+
+
+def _told(value: object, other: object) -> str:
+    """As it is written in a config; with its quotes where text and a number would look alike."""
+    return repr(value) if str(value) == str(other) else str(value)
 
 
 def _inside_epoch(checkpoint: Mapping[str, Any]) -> bool:

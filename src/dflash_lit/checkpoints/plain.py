@@ -38,6 +38,8 @@ def _walk(value: Any, where: str, storages: dict[int, int]) -> int:
     if kind in _LEAVES:
         return 1
     if kind in _TENSORS:
+        if value.layout is not torch.strided:
+            raise UserError(f"checkpoint: {where} has the layout {value.layout}; let what saves it give dense tensors")
         storage = value.untyped_storage()
         storages[storage.data_ptr() or id(value)] = storage.nbytes()
         return 4

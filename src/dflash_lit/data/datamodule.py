@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from dflash_lit.checkpoints.contract import BATCHES, CONTENT
+from dflash_lit.checkpoints.form import check_count
 from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
 
@@ -200,6 +201,13 @@ class RowLoader(DataLoader[dict[str, Tensor]]):
         Raises:
             UserError: if ``state`` was saved inside an epoch of other rows, another seed or other batches.
         """
+        for name in ("epoch", "trainer_epoch", "batches"):
+            check_count(state.get(name), f"loops.fit_loop.state_dict.combined_loader: {name}")
+        if not isinstance(state.get("order"), dict):
+            raise UserError(
+                f"ckpt_path: its entry combined_loader.order is {str(state.get('order'))[:60]!r}; use another checkpoint"
+            )
+        check_count(state["order"].get("batches"), "loops.fit_loop.state_dict.combined_loader: order.batches")
         here = self._order()
         saved = {"content": here["content"], **state["order"]}  # earlier checkpoints do not name it
         if 0 < state["batches"] < saved["batches"] and saved != here:

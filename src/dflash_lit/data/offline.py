@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -23,12 +24,15 @@ from dflash_lit.data.datamodule import EMPTY_ROW, RowDataset
 from dflash_lit.data.held import held
 from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
+from dflash_lit.files import map_array, read_sealed, refuse_no_file, sealed
 from dflash_lit.target.frozen import FrozenTarget
 from dflash_lit.watching.counted import Counted
 
 __all__ = ["LocalSource", "StoredFeatures", "ensure_features", "offline_bytes", "offline_key", "write_features"]
 
 _META = "meta.json"
+# Part of the key: raise it whenever the meaning of a stored file changes.
+_FORMAT = 2
 # NumPy has no bfloat16: its bits are kept.
 _BITS: dict[torch.dtype, tuple[torch.dtype, str]] = {
     torch.bfloat16: (torch.int16, "int16"),
@@ -45,10 +49,15 @@ class StoredFeatures:
     Attributes:
         arrays: integers of the tensors' bits, [N, S, ...].
         dtype: what they are bits of.
+        sums: CRC-32 of each row, by the same names; rows are compared with them when they are read first.
+        folder: where they are, for messages.
     """
 
     arrays: dict[str, np.ndarray]
     dtype: torch.dtype
+    sums: dict[str, list[int]]
+    folder: Path
+    _seen: set[tuple[str, int]] = field(default_factory=set)
 
     def take(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Tensors [R, S, ...] of the rows; zeros of ``EMPTY_ROW``."""
@@ -58,22 +67,39 @@ class StoredFeatures:
             for place, row in enumerate(rows):
                 if row != EMPTY_ROW:
                     bits[place] = array[row]
+                    self._check(name, row, bits[place])
             taken[name] = torch.from_numpy(bits).view(self.dtype)
         return taken
+
+    def _check(self, name: str, row: int, bits: np.ndarray) -> None:
+        if (name, row) in self._seen:
+            return
+        if zlib.crc32(bits.tobytes()) != self.sums[name][row]:
+            raise _damaged(self.folder, f"row {row} of {name}.npy has changed")
+        self._seen.add((name, row))
 
     @classmethod
     def open(cls, folder: Path) -> StoredFeatures:
         """Those that :func:`write_features` has written.
 
         Raises:
-            UserError: if they cannot be seen from here.
+            UserError: if they cannot be seen from here, or are damaged.
         """
+        refuse_no_file(folder / _META, "data.cache_dir: all hosts must see it")
         try:
-            meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"data.cache_dir: {folder} cannot be read ({error.strerror}); all hosts must see it") from error
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["names"]}
-        return cls(arrays, getattr(torch, meta["dtype"]))
+            meta = read_sealed(folder / _META)
+            dtype, sums = {str(dtype): dtype for dtype in _BITS}[f"torch.{meta['dtype']}"], dict(meta["sums"])
+            arrays = {name: map_array(folder / f"{name}.npy") for name in sorted(sums)}
+            for name, array in arrays.items():
+                if array.dtype != _BITS[dtype][1] or len(array) != len(sums[name]):
+                    raise ValueError(f"{name}.npy holds {len(array)} rows of {array.dtype}")
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            raise _damaged(folder, error) from error
+        return cls(arrays, dtype, sums, folder)
+
+
+def _damaged(folder: Path, error: object) -> UserError:
+    return UserError(f"data.cache_dir: {folder} is damaged ({error}); delete it, and the features are written again")
 
 
 def offline_bytes(rows: int, row_tokens: int, widths: Sequence[int], dtype: torch.dtype) -> int:
@@ -88,7 +114,9 @@ def offline_key(rows: Rows, target: str, layer_ids: Sequence[int], teacher: bool
         target: its fingerprint.
         teacher: whether the last hidden states are among them.
     """
-    digest = hashlib.sha256(json.dumps([target, list(layer_ids), teacher, str(dtype), len(rows), rows.row_tokens]).encode())
+    digest = hashlib.sha256(
+        json.dumps([_FORMAT, target, list(layer_ids), teacher, str(dtype), len(rows), rows.row_tokens]).encode()
+    )
     for start in range(0, len(rows), _ROWS_HASHED):
         part = rows.take(range(start, min(start + _ROWS_HASHED, len(rows))))
         for column in (part.input_ids, part.document_ids, part.position_ids):
@@ -144,6 +172,7 @@ def _write(
 ) -> None:
     data = RowDataset(rows)
     arrays: dict[str, np.ndarray] = {}
+    sums: dict[str, list[int]] = {}
     dtype = torch.float32
     for start in range(0, len(rows), rows_per_batch):
         chosen = range(start, min(start + rows_per_batch, len(rows)))
@@ -157,13 +186,14 @@ def _write(
                 shape = (len(rows), *value.shape[1:])
                 arrays[name] = np.lib.format.open_memmap(made / f"{name}.npy", mode="w+", dtype=bits, shape=shape)
                 _reserve(made / f"{name}.npy")
-            arrays[name][start : start + len(chosen)] = value.contiguous().view(integer).numpy()
+            written = value.contiguous().view(integer).numpy()
+            arrays[name][start : start + len(chosen)] = written
+            sums.setdefault(name, []).extend(zlib.crc32(row) for row in written)
         report(len(chosen))
-    names = sorted(arrays)
     while arrays:  # flushed to the disk when they are let go
         arrays.popitem()[1].flush()  # type: ignore[attr-defined]
-    meta = {"names": names, "dtype": str(dtype).removeprefix("torch.")}
-    (made / _META).write_text(json.dumps(meta), encoding="utf-8")
+    meta = {"sums": sums, "dtype": str(dtype).removeprefix("torch.")}
+    (made / _META).write_text(sealed(meta), encoding="utf-8")
 
 
 def _reserve(path: Path) -> None:

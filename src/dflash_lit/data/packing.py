@@ -20,8 +20,9 @@ import numpy as np
 from dflash_lit.data.documents import Document
 from dflash_lit.data.row_plan import RowPlan, Spans, plan_rows
 from dflash_lit.errors import UserError
+from dflash_lit.files import map_array
 
-__all__ = ["PackedRows", "Rows", "pack"]
+__all__ = ["PackedRows", "Rows", "named", "pack"]
 
 _COLUMNS = ("input_ids", "document_ids", "position_ids", "supervised")
 
@@ -52,6 +53,11 @@ class Rows(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write them for another process; ``folder`` is made."""
+
+
+def named(rows: Rows) -> str:
+    """What :meth:`Rows.save` writes down to tell rows that were damaged meanwhile."""
+    return f"{rows.digest()} {rows.row_tokens} {rows.pad_id}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,12 +115,13 @@ class PackedRows:
         for name in _COLUMNS:
             np.save(folder / f"{name}.npy", getattr(self, name))
         (folder / "pad_id").write_text(str(self.pad_id))
+        (folder / "digest").write_text(named(self), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> PackedRows:
         """Read them as memory maps: the processes of a host share one copy."""
         # "c": copied where written to, which nobody does; torch warns of arrays that cannot be written to.
-        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in _COLUMNS}
+        columns = {name: map_array(folder / f"{name}.npy", "c") for name in _COLUMNS}
         return cls(**columns, pad_id=int((folder / "pad_id").read_text()))
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_lit.data.prompt_line import parse_prompt
 from dflash_lit.errors import UserError
+from dflash_lit.files import refuse_no_file
 from dflash_lit.target.embedded.corpus import SourceFile, is_held_out, stdlib_files
 
 __all__ = ["Prompt", "file_prompts", "split_held_out", "stdlib_prompts"]
@@ -138,6 +139,7 @@ def file_prompts(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_pr
         raise UserError(f"max_prompt_tokens: {max_prompt_tokens} is too small; at least 1")
     if path.suffix not in (".jsonl", ".txt"):
         raise UserError(f"{path}: unknown kind of file; give .jsonl (an object a line) or .txt (a prompt a line)")
+    refuse_no_file(path, "check the path")
     try:
         # Not splitlines: it also splits at characters that may stand inside a JSON string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")

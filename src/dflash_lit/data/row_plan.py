@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_lit.errors import UserError
+from dflash_lit.files import map_array
 
 __all__ = ["LONG", "RowPlan", "Spans", "plan_rows", "shorten"]
 
@@ -195,9 +196,7 @@ class RowPlan:
     @classmethod
     def load(cls, folder: Path) -> RowPlan:
         """Read it as memory maps."""
-        columns = {
-            name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("documents", "start", "stop", "context", "first")
-        }
+        columns = {name: map_array(folder / f"{name}.npy") for name in ("documents", "start", "stop", "context", "first")}
         return cls(**columns, row_tokens=int((folder / "row_tokens").read_text()))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import glob, has_magic
@@ -80,7 +80,7 @@ def find_sources(paths: str | Sequence[str], *, split: str = "train") -> list[So
     Raises:
         UserError: for a path that names nothing readable.
     """
-    if not isinstance(paths, str) and not isinstance(paths, Iterable):
+    if not isinstance(paths, str) and (not isinstance(paths, Iterable) or isinstance(paths, Mapping)):
         raise UserError(f"data.path={paths!r}: is no path; give a file, a folder, a glob or the name of a data set")
     found: list[Source] = []
     for path in [paths] if isinstance(paths, str) else paths:

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import zlib
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -31,13 +32,14 @@ from dflash_lit.data.row_plan import Spans
 from dflash_lit.data.skips import Skip, SkipRecord, Skips
 from dflash_lit.data.sources import Shard, Source, find_sources, read_shard, shards
 from dflash_lit.errors import UserError
+from dflash_lit.files import file_digest, map_array, read_sealed, refuse_no_file, sealed
 from dflash_lit.placement.children import ignore_stops
 from dflash_lit.watching.counted import Counted
 
 __all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
 # Part of the key: raise it whenever the meaning of a stored file changes.
-_FORMAT = 2
+_FORMAT = 3
 # Tokens of a record batch: Arrow's offsets have 32 bits.
 _BATCH_TOKENS = 2**22
 # Fewer parts than this are not worth starting processes for, which import everything anew.
@@ -54,6 +56,7 @@ SCHEMA = pyarrow.schema(
         "key": pyarrow.int64(),
         "named": pyarrow.bool_(),
         "point": pyarrow.float64(),
+        "sum": pyarrow.uint32(),
     }
 )
 
@@ -95,14 +98,27 @@ class DocumentStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        self.skips = Skips.from_dict(meta["skips"])
-        self._files: list[str] = meta["files"]
+        try:
+            meta = read_sealed(folder / "meta.json")
+            self.skips = Skips.from_dict(meta["skips"])
+            self._files: list[str] = meta["files"]
+            # The index decides what a run learns, and is small. Documents have sums of their own, which are looked at with them.
+            for name, digest in meta["index"].items():
+                refuse_no_file(folder / "index" / name, "look at the disk")
+                if file_digest(folder / "index" / name) != digest:
+                    raise ValueError(f"index/{name} has changed")
+            index = {Path(name).stem: map_array(folder / "index" / name) for name in meta["index"]}
+            self.lengths, self.offsets, self.spans = index["lengths"], index["offsets"], index["spans"]
+            self.points = index["points"]
+            self._file, self._batch, self._row = index["file"], index["batch"], index["row"]
+            self._sums = index["sums"]
+        except (OSError, ValueError, UserError) as error:
+            raise self._damaged(error) from error
         self._tables: dict[int, list[tuple[np.ndarray, np.ndarray, Any]]] = {}
-        index = {path.stem: np.load(path, mmap_mode="r") for path in (folder / "index").glob("*.npy")}
-        self.lengths, self.offsets, self.spans = index["lengths"], index["offsets"], index["spans"]
-        self.points = index["points"]
-        self._file, self._batch, self._row = index["file"], index["batch"], index["row"]
+        self._seen = np.zeros(len(self.lengths), dtype=np.bool_)
+
+    def _damaged(self, error: object) -> UserError:
+        return UserError(f"data.cache_dir: {self.folder} is damaged ({error}); delete it, and the data are tokenised again")
 
     def __len__(self) -> int:
         """D, the number of documents."""
@@ -117,23 +133,40 @@ class DocumentStore:
         """Offsets, values and names of the record batch that a document is in."""
         number = int(self._file[document])
         if number not in self._tables:
-            # The map is closed when nothing refers to it any more.
-            with pyarrow.ipc.open_stream(pyarrow.memory_map(str(self.folder / self._files[number]))) as stream:
-                self._tables[number] = [
-                    (
-                        batch.column("input_ids").offsets.to_numpy(),
-                        batch.column("input_ids").values.to_numpy(),
-                        batch.column("name"),
-                    )
-                    for batch in stream
-                ]
-        return self._tables[number][int(self._batch[document])]
+            try:
+                # The map is closed when nothing refers to it any more.
+                with pyarrow.ipc.open_stream(pyarrow.memory_map(str(self.folder / self._files[number]))) as stream:
+                    self._tables[number] = [
+                        (
+                            batch.column("input_ids").offsets.to_numpy(),
+                            batch.column("input_ids").values.to_numpy(),
+                            batch.column("name"),
+                        )
+                        for batch in stream
+                    ]
+            except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+                raise self._damaged(f"{self._files[number]}: {' '.join(str(error).split())[:120]}") from error
+        batches = self._tables[number]
+        if int(self._batch[document]) >= len(batches):
+            raise self._damaged(f"{self._files[number]} is cut short")
+        return batches[int(self._batch[document])]
 
     def input_ids(self, document: int) -> np.ndarray:
-        """The tokens of one document: a view of the map, int32 [n], not to be written to."""
+        """The tokens of one document: a view of the map, int32 [n], not to be written to.
+
+        Raises:
+            UserError: if they are not those that were written; looked at when a document is asked for first.
+        """
         offsets, values, _ = self._of(document)
         row = int(self._row[document])
-        return values[offsets[row] : offsets[row + 1]]
+        if self._seen[document]:
+            return values[offsets[row] : offsets[row + 1]]
+        start, stop = (int(offsets[place]) if place < len(offsets) else -1 for place in (row, row + 1))
+        ids = values[start:stop] if 0 <= start <= stop <= len(values) else values[:0]
+        if len(ids) != self.lengths[document] or zlib.crc32(ids.tobytes()) != self._sums[document]:
+            raise self._damaged(f"the tokens of document {document} in {self._files[int(self._file[document])]} have changed")
+        self._seen[document] = True
+        return ids
 
     def spans_of(self, document: int) -> np.ndarray:
         """The supervised stretches of one document: int32 [k, 2]."""
@@ -220,7 +253,7 @@ def _tokenise(
 ) -> Skips:
     """Write every part that is not there yet; what was skipped in all of them, in their order."""
     skips = Skips()
-    missing = [(number, part) for number, part in enumerate(parts) if not (folder / f"{number:06d}.json").is_file()]
+    missing = [(number, part) for number, part in enumerate(parts) if not _is_done(folder, number)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(workers or (cores if len(missing) >= _FEW_PARTS else 1), max(len(missing), 1))
     before = len(parts) - len(missing)
@@ -330,7 +363,8 @@ def _write_part(chat: ChatTokenizer, columns: Columns, folder: Path, number: int
         if rows["name"]:
             writer.write_batch(pyarrow.RecordBatch.from_pydict(rows, SCHEMA))
     with _appears(folder / f"{number:06d}.json") as path:
-        path.write_text(json.dumps({"seen": seen, "skipped": skipped}), encoding="utf-8")
+        written = file_digest(folder / f"{number:06d}.arrow")
+        path.write_text(sealed({"seen": seen, "skipped": skipped, "documents": written}), encoding="utf-8")
 
 
 def _add(rows: dict[str, list[Any]], record: Record, documents: Sequence[Tokens], number: int) -> None:
@@ -350,11 +384,21 @@ def _add(rows: dict[str, list[Any]], record: Record, documents: Sequence[Tokens]
         rows["key"].append(key)
         rows["named"].append(named)
         rows["point"].append(point)
+        rows["sum"].append(zlib.crc32(document.input_ids.tobytes()))
 
 
 def _count(skips: Skips, folder: Path, number: int) -> None:
-    about = json.loads((folder / f"{number:06d}.json").read_text(encoding="utf-8"))
-    skips.add(about["seen"], (SkipRecord(*record) for record in about["skipped"]))
+    about = read_sealed(folder / f"{number:06d}.json")
+    skips.add(about["seen"], [SkipRecord(*record) for record in about["skipped"]])
+
+
+def _is_done(folder: Path, number: int) -> bool:
+    """Whether an earlier attempt has left a part, whole; what is damaged of it is made again."""
+    path, about = folder / f"{number:06d}.arrow", folder / f"{number:06d}.json"
+    try:
+        return about.is_file() and path.is_file() and bool(read_sealed(about)["documents"] == file_digest(path))
+    except (OSError, ValueError, UserError):
+        return False
 
 
 # ------------------------------------------------------------------------------------------------------------------- index
@@ -365,6 +409,7 @@ def write_index(folder: Path, skips: Skips, limit: float) -> None:
     files = sorted(path.name for path in folder.glob("*.arrow"))
     found: dict[str, list[np.ndarray]] = {name: [np.zeros(0, dtype=np.int64)] for name in ("file", "batch", "row", "record")}
     found |= {"lengths": [np.zeros(0, dtype=np.int32)], "counts": [np.zeros(0, dtype=np.int64)]}
+    found |= {"sum": [np.zeros(0, dtype=np.uint32)]}
     found |= {"key": [np.zeros(0, dtype=np.int64)], "named": [np.zeros(0, dtype=np.bool_)], "point": [np.zeros(0)]}
     spans = [np.zeros((0, 2), dtype=np.int32)]
     for number, name in enumerate(files):
@@ -380,6 +425,7 @@ def write_index(folder: Path, skips: Skips, limit: float) -> None:
                 found["key"].append(batch.column("key").to_numpy())
                 found["named"].append(batch.column("named").to_numpy(zero_copy_only=False))
                 found["point"].append(batch.column("point").to_numpy())
+                found["sum"].append(batch.column("sum").to_numpy())
                 spans.append(batch.column("spans").values.to_numpy().reshape(-1, 2))
     index = {name: np.concatenate(columns) for name, columns in found.items()}
     # The first record of a key is the one that stays; a key is that of ids, or that of contents.
@@ -404,10 +450,12 @@ def write_index(folder: Path, skips: Skips, limit: float) -> None:
     for name, dtype in (("file", np.int32), ("batch", np.int32), ("row", np.int32), ("lengths", np.int32)):
         np.save(folder / "index" / f"{name}.npy", index[name][kept].astype(dtype))
     np.save(folder / "index" / "points.npy", index["point"][kept])
+    np.save(folder / "index" / "sums.npy", index["sum"][kept].astype(np.uint32))
     np.save(folder / "index" / "offsets.npy", taken.offsets.astype(np.int64))
     np.save(folder / "index" / "spans.npy", taken.spans.astype(np.int32))
     with _appears(folder / "meta.json") as path:
-        path.write_text(json.dumps({"files": files, "skips": skips.to_dict()}), encoding="utf-8")
+        sums = {found.name: file_digest(found) for found in sorted((folder / "index").glob("*.npy"))}
+        path.write_text(sealed({"files": files, "skips": skips.to_dict(), "index": sums}), encoding="utf-8")
 
 
 def _duplicates(folder: Path, files: Sequence[str], index: dict[str, np.ndarray], again: np.ndarray) -> Iterator[SkipRecord]:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_lit.data.packing import PackedRows, Rows
+from dflash_lit.data.packing import PackedRows, Rows, named
 from dflash_lit.data.row_plan import RowPlan
 from dflash_lit.data.store import DocumentStore
 from dflash_lit.errors import UserError
+from dflash_lit.files import map_array, refuse_no_file
 
 __all__ = ["StoredRows", "load_rows"]
 
@@ -83,6 +84,7 @@ class StoredRows:
         np.save(folder / "of_store.npy", self.documents)
         (folder / "store").write_text(str(self.store.folder.resolve()), encoding="utf-8")
         (folder / "pad_id").write_text(str(self.pad_id))
+        (folder / "digest").write_text(named(self), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> StoredRows:
@@ -94,7 +96,7 @@ class StoredRows:
         place = Path((folder / "store").read_text(encoding="utf-8"))
         if not (place / "meta.json").is_file():
             raise UserError(f"data.cache_dir: {place} is not there; put it on a file system that all hosts see")
-        documents = np.load(folder / "of_store.npy", mmap_mode="r")
+        documents = map_array(folder / "of_store.npy")
         return cls(DocumentStore(place), RowPlan.load(folder), documents, int((folder / "pad_id").read_text()))
 
 
@@ -102,6 +104,19 @@ def load_rows(folder: Path) -> Rows:
     """Read what either kind of rows has saved, in another process.
 
     Raises:
-        UserError: if a store cannot be seen from here.
+        UserError: if a store cannot be seen from here, or the files are damaged or those of other rows.
     """
-    return StoredRows.load(folder) if (folder / "store").is_file() else PackedRows.load(folder)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
+        refuse_no_file(path, "run again, and let nothing else write there")
+    try:
+        rows: Rows = StoredRows.load(folder) if (folder / "store").is_file() else PackedRows.load(folder)
+        same = named(rows) == (folder / "digest").read_text(encoding="utf-8")
+    except (OSError, ValueError, TypeError, KeyError, IndexError, EOFError) as error:
+        raise UserError(
+            f"paths.output_dir: {folder} cannot be read ({error}); run again, and let nothing else write there"
+        ) from error
+    if not same:
+        raise UserError(
+            f"paths.output_dir: {folder} is damaged (not the rows that were written); run again, and let nothing else write there"
+        )
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -111,8 +112,14 @@ class DrafterConfig:
                 f"drafter.num_key_value_heads={self.num_key_value_heads}"
             )
         self._check_layer_types()
+        for name in ("rms_norm_eps", "initializer_range", "max_position_embeddings"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"drafter.{name}={getattr(self, name)}: must be positive")
         if "rope_theta" not in self.rope_parameters:
             raise UserError("drafter.rope_parameters: rope_theta is missing; give the target's")
+        theta = self.rope_parameters["rope_theta"]
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
+            raise UserError(f"drafter.rope_parameters: rope_theta={theta!r} is no positive number; give the target's")
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim={self.head_dim}: rotary embedding needs an even number")
 

@@ -28,17 +28,23 @@ class Rotary(nn.Module):
             theta = float(config.rope_parameters["rope_theta"])
             steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
             self.inv_freq = 1.0 / theta ** (steps / config.head_dim)
-        elif kind in ROPE_INIT_FUNCTIONS and kind not in ("dynamic", "longrope"):
-            described = Qwen3Config(
-                hidden_size=config.hidden_size,
-                num_attention_heads=config.num_attention_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-                rope_parameters=dict(config.rope_parameters),
-            )
-            with torch.device("cpu"):  # also where the drafter is built without memory: some kinds copy numbers to the host
-                frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
-            self.inv_freq = frequencies.float()
+        elif isinstance(kind, str) and kind in ROPE_INIT_FUNCTIONS and kind not in ("dynamic", "longrope"):
+            try:
+                described = Qwen3Config(
+                    hidden_size=config.hidden_size,
+                    num_attention_heads=config.num_attention_heads,
+                    head_dim=config.head_dim,
+                    max_position_embeddings=config.max_position_embeddings,
+                    rope_parameters=dict(config.rope_parameters),
+                )
+                with torch.device("cpu"):  # also where the drafter is built without memory: some kinds copy numbers to the host
+                    frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
+                self.inv_freq = frequencies.float()
+            except Exception as error:  # whatever Transformers raises for parameters that do not suit the kind
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
+                raise UserError(
+                    f"drafter.rope_parameters: rope_type {kind!r} does not go with the others ({reason})"
+                ) from error
         else:
             # These depend on the length of the sequence, so training and decoding would disagree.
             raise UserError(

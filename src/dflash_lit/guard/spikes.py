@@ -73,6 +73,6 @@ class SpikeDetector:
         return {"values": {name: list(values) for name, values in self._values.items()}, "seen": dict(self._seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        finite = {name: [x for x in values if math.isfinite(x)] for name, values in state["values"].items()}
+        finite = {str(name): [float(x) for x in values if math.isfinite(x)] for name, values in state["values"].items()}
         self._values = {name: deque(values, maxlen=self.window) for name, values in finite.items()}
-        self._seen = dict(state["seen"])
+        self._seen = {str(name): int(count) for name, count in state["seen"].items()}

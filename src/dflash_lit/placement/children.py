@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from dflash_lit.errors import UserError
+
 __all__ = ["Children", "die_with_parent", "ignore_stops", "outlive_parent"]
 
 _PARENT = "DFLASH_LIT_PARENT"
@@ -73,10 +75,26 @@ def die_with_parent() -> int:
 
     Returns:
         the parent's pid.
+
+    Raises:
+        UserError: if this process was not started by another one of a run, but has the variables of such a one.
     """
-    parent = int(os.environ[_PARENT])
+    told = os.environ.get(_PARENT, "")
+    if not told.isdecimal():
+        raise UserError(
+            f"{_PARENT}={told!r} in the environment, beside DFLASH_LIT_LOCAL_RANK: a run sets them for the processes that it starts; unset "
+            "both to start another run"
+        )
+    parent = int(told)
     _at_parents_end(signal.SIGKILL)
-    if os.getppid() != parent:  # gone already
+    if os.getppid() != parent:
+        # Usually gone already, and nobody reads this.
+        print(
+            f"error: {_PARENT}={told}: this process was not started by that one, or it is gone; unset it and DFLASH_LIT_LOCAL_RANK to start "
+            "another run",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
     return parent
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_lit.data.prompt_line import parse_prompt
 from dflash_lit.errors import UserError
+from dflash_lit.files import refuse_no_file
 
 __all__ = ["Message", "RawPrompt", "RawPrompts", "read_raw_prompts"]
 
@@ -86,6 +87,7 @@ def read_raw_prompts(path: str | Path, *, endpoint: str = "auto") -> RawPrompts:
     path = Path(path)
     if path.suffix not in (".jsonl", ".txt"):
         raise UserError(f"{path}: unknown kind of file; give .jsonl (an object a line) or .txt (a prompt a line)")
+    refuse_no_file(path, "give a file of prompts")
     prompts: list[RawPrompt] = []
     seen: dict[str, RawPrompt] = {}
     repeated = 0

@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash_lit.data.documents import Document
 from dflash_lit.errors import UserError
+from dflash_lit.files import refuse_no_file
 from dflash_lit.responses.ask_target import prompt_ids
 from dflash_lit.responses.raw_prompts import RawPrompt
 
@@ -42,6 +43,7 @@ def sample_documents(
     Raises:
         UserError: with file and line, if a chosen line cannot be understood.
     """
+    refuse_no_file(path, "check the path")
     rng = random.Random(seed)
     chosen: list[tuple[int, bytes]] = []
     try:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from dflash_lit.errors import UserError
+from dflash_lit.files import refuse_no_file
 from dflash_lit.responses.raw_prompts import RawPrompt
 from dflash_lit.responses.reply import DROPPED, Reply, document_of, flags_of
 
@@ -66,6 +67,8 @@ class RecordFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for path in (self.path, dropped_path(self.path)):
+                if path.exists() or path.is_symlink():
+                    refuse_no_file(path, "choose another --out")
                 self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
             try:
                 fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,7 +183,8 @@ class RecordFile:
     def _compare_settings(self) -> None:
         place = settings_path(self.path)
         wanted = json.loads(json.dumps(self.settings))
-        if place.exists():
+        if place.exists() or place.is_symlink():
+            refuse_no_file(place, "choose another --out")
             try:
                 found = json.loads(place.read_text(encoding="utf-8"))
             except ValueError as error:
@@ -214,6 +218,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in ("id", "key")):
         return None
-    if not isinstance(record.get("flags"), list) or not isinstance(record.get("tokens"), int | None):
+    if not isinstance(record.get("flags"), list) or not isinstance(record.get("tokens", ""), int | None):
         return None
     return record

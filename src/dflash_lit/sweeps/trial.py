@@ -9,6 +9,8 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+from dflash_lit.errors import UserError
+
 if TYPE_CHECKING:
     import optuna
 
@@ -23,10 +25,21 @@ def trial_words(storage: str, study: str, trial_id: int) -> str:
 
 
 def running_trial(pruner: optuna.pruners.BasePruner) -> optuna.Trial | None:
-    """The trial, from the search's database; None outside a search."""
+    """The trial, from the search's database; None outside a search.
+
+    Raises:
+        UserError: if the variable names none.
+    """
     if not (words := os.environ.get(VARIABLE)):
         return None
     import optuna
 
-    storage, name, trial_id = json.loads(words)
-    return optuna.Trial(optuna.load_study(study_name=name, storage=storage, pruner=pruner), trial_id)
+    try:
+        storage, name, trial_id = json.loads(words)
+        return optuna.Trial(optuna.load_study(study_name=name, storage=storage, pruner=pruner), trial_id)
+    except Exception as error:  # of JSON, or of any database
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        raise UserError(
+            f"{VARIABLE}={words[:80]!r} in the environment: names no trial of a search ({reason}); the sweeper sets it for its jobs, unset "
+            "it for a run by hand"
+        ) from error

@@ -53,7 +53,7 @@ class MetricsLogger(CSVLogger):
         earlier = checkpoint.parent.parent / folder.relative_to(self.save_dir) / _NAME
         try:
             step = int(load(checkpoint, mmap=True)["global_step"])
-        except (UserError, KeyError, TypeError):  # Lightning will say so
+        except (UserError, KeyError, TypeError, ValueError, OverflowError):  # Lightning will say so
             return []
         # Lightning counts optimizer steps from 0 here: those of a checkpoint of step N are 0 to N - 1.
         return [row for row in _read(earlier) if int(row["step"]) < step + _after_a_step(row)]

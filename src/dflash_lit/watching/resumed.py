@@ -20,7 +20,7 @@ def run_of_checkpoint(path: str | Path) -> str | None:
     """
     try:
         states = load(path, mmap=True).get("callbacks", {}).values()
-        found = [state[RUN_ID] for state in states if isinstance(state, dict) and state.get(RUN_ID)]
+        found = [state[RUN_ID] for state in states if isinstance(state, dict) and isinstance(state.get(RUN_ID), str)]
     except (UserError, AttributeError):
         return None
-    return str(found[0]) if found else None
+    return found[0] if found and found[0] else None
