@@ -50,7 +50,7 @@ from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import Interrupted, Pruned, UserError
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
-from dflash_lit.placement.channel import Channel
+from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.layout import table
 from dflash_lit.placement.layout import transport as transport_between
 from dflash_lit.placement.remote_target import RemoteTarget
@@ -273,7 +273,7 @@ class Job:
         assert world is not None
         serve(
             world,
-            lambda: Channel(world, self.device, self.transport),
+            lambda: ServingChannel(world, self.device, self.transport),
             load_target(self.plan, self.cfg, self.device),
             self.plan.drafter.target_layer_ids,
             teacher=self.teacher,

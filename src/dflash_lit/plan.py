@@ -208,7 +208,14 @@ def _layout(placement: PlacementSection) -> Layout:
         raise UserError(f"placement.prefetch={placement.prefetch}: must be at least 0")
     if not 2 <= placement.timeout_s < math.inf:
         raise UserError(f"placement.timeout_s={placement.timeout_s:g}: must be at least 2 seconds")
-    return Layout(placement.targets, placement.drafters, placement.hosts)
+    layout = Layout(placement.targets, placement.drafters, placement.hosts)
+    spare = layout.hosts * max(layout.targets - 1, 0)
+    if not 0 <= placement.tolerate <= spare:
+        raise UserError(
+            f"placement.tolerate={placement.tolerate}: each host needs a target, so at most {spare} of this placement's can be spared; "
+            "raise placement.targets, or lower it"
+        )
+    return layout
 
 
 def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:

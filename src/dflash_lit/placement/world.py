@@ -15,10 +15,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,8 @@ from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.placement.children import Children, die_with_parent, ignore_stops, outlive_parent
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout, Role
-from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment
+from dflash_lit.placement.members import LOG, Entry, Members, add
+from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment, rejoin_line
 from dflash_lit.placement.watch import Watch, beats_of, client
 
 __all__ = ["NO_LIMIT", "World", "follow", "lead"]
@@ -54,6 +55,8 @@ class World:
         watch: of this rank.
         flow: what this rank has moved so far; whoever moves something counts it here.
         children: the other processes of this host, if this one started them.
+        life: how many processes of this rank were lost before this one.
+        tolerate: how many target ranks may be missing at a time.
     """
 
     def __init__(
@@ -68,8 +71,12 @@ class World:
         timeout_s: float,
         children: Children | None = None,
         parent: int | None = None,
+        tolerate: int = 0,
+        life: int = 0,
+        command: Sequence[str] = (),
     ) -> None:
         self.layout, self.started, self.timeout_s = layout, started, timeout_s
+        self.tolerate, self.life, self._command, self._run = tolerate, life, command, run
         self.rank = layout.physical_rank(started.host, started.local_rank)
         self.address, self.port = address, port
         self.store = dist.PrefixStore(run, store)
@@ -90,6 +97,9 @@ class World:
             parent=parent,
             keeper="torchrun" if agent_store() else layout.who(0),
             end=self._end_at_once,
+            tolerate=tolerate,
+            life=life,
+            changed=self._members_changed,
         )
 
     @property
@@ -125,16 +135,60 @@ class World:
         Raises:
             RankError: if a rank has failed meanwhile.
         """
+        self._wait(lambda: self.store.check([name]))
+        return json.loads(self.store.get(name))
+
+    def _wait(self, over: Callable[[], bool]) -> None:
         pause = 0.01
-        while not self.store.check([name]):
+        while not over():
             self.watch.check()
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
-        return json.loads(self.store.get(name))
 
-    def group(self, name: str, rank: int, size: int) -> Any:
+    def is_done(self, rank: int) -> bool:
+        """Whether a rank has nothing more to do."""
+        return self.store.check([f"done/{rank}"])
+
+    def client(self) -> dist.Store:
+        """The store by a connection of its own, for another thread: one that waits blocks all who use it."""
+        return dist.PrefixStore(self._run, client(self.address, self.port, _START_S))
+
+    def group(self, name: str, rank: int, size: int, store: dist.Store | None = None) -> Any:
         """A ``ProcessGroupGloo`` of its own, unknown to torch.distributed's default one. Its stubs lack most methods."""
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, NO_LIMIT)
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store or self.store), rank, size, NO_LIMIT)
+
+    # -- target ranks that are lost and come back
+
+    @property
+    def members(self) -> Members:
+        """The target ranks that serve, as far as this rank has heard."""
+        return self.watch.members
+
+    def announce(self, kind: Literal["ready", "joined"]) -> None:
+        """Of this target rank, to all."""
+        store = dist.PrefixStore("watch", self.store)
+        entry, text = Entry(kind, self.rank, self.life), store.get(LOG)
+        while entry not in (members := Members.read(self.layout, self.tolerate, text)).log:
+            if members.is_over(self.rank, self.life):
+                return  # the watch ends this process
+            text = add(store, text, entry)
+
+    def _members_changed(self, entry: Entry, members: Members) -> None:
+        """In a thread of the watch: end what is given up, and say what has changed."""
+        if entry.kind == "lost" and self.children is not None and not entry.life:
+            self.children.drop(entry.rank)  # no more than kill: this thread has to go on beating
+        if self.rank != 0 or (entry.kind == "joined" and not entry.life) or entry.kind == "ready":
+            return
+        left = f"{len(members.joined)} of {len(members.lives)} target ranks serve"
+        if entry.kind == "joined":
+            print(f"{self.layout.who(entry.rank)} is back: {left}", file=sys.stderr, flush=True)
+            return
+        line = rejoin_line(self.layout, entry.rank, self.address, self.port, self._command)
+        print(
+            f"lost: {entry.why}; training goes on, {left} (placement.tolerate={self.tolerate}); to start it again on its host: {line}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def start_drafter_group(self, device: torch.device) -> None:
         """Make the default process group: the drafters alone, so that all of Lightning's collectives are right."""
@@ -206,11 +260,10 @@ class World:
         """This rank is done. The one that keeps the store leaves last."""
         if self.ended:
             return
+        self.tell(f"done/{self.rank}", True)
         if self.rank == 0:
             for rank in range(1, self.layout.world):
-                self.told(f"done/{rank}")
-        else:
-            self.tell(f"done/{self.rank}", True)
+                self._wait(lambda rank=rank: rank in self.members.missing or self.is_done(rank))  # type: ignore[misc]
         self.watch.leave()
         if self.children is not None and not self.children.wait(self.timeout_s):
             print("some processes of this run did not end by themselves and are killed", file=sys.stderr)
@@ -250,13 +303,14 @@ def _leave(signum: int, _: object) -> None:
     raise Interrupted(signum, None)
 
 
-def lead(layout: Layout, started: Started, config: str, *, command: list[str], timeout_s: float) -> World:
+def lead(layout: Layout, started: Started, config: str, *, command: list[str], timeout_s: float, tolerate: int = 0) -> World:
     """Begin a run as physical rank 0.
 
     Args:
         config: what the other ranks are told.
         command: starts another process of the run.
         timeout_s: a rank not heard of for so long ends the run.
+        tolerate: target ranks that may be missing at a time.
 
     Raises:
         UserError: if there are to be several hosts, and the environment does not say where they meet.
@@ -281,8 +335,20 @@ def lead(layout: Layout, started: Started, config: str, *, command: list[str], t
     children = None
     if started.starts_others:
         children = Children(0)
-    world = World(layout, started, store, run=run, address=address, port=port, timeout_s=timeout_s, children=children)
-    world.tell("config", {"text": config, "layout": [layout.targets, layout.drafters, layout.hosts], "timeout_s": timeout_s})
+    world = World(
+        layout,
+        started,
+        store,
+        run=run,
+        address=address,
+        port=port,
+        timeout_s=timeout_s,
+        children=children,
+        tolerate=tolerate,
+        command=command,
+    )
+    sizes = [layout.targets, layout.drafters, layout.hosts]
+    world.tell("config", {"text": config, "layout": sizes, "timeout_s": timeout_s, "tolerate": tolerate})
     if children is not None:
         children.start(
             command, {local: child_environment(started, local, address, port) for local in range(1, layout.ranks_per_host)}
@@ -300,7 +366,8 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         UserError: if rank 0 cannot be reached.
     """
     parent = die_with_parent() if started.by == "us" else None
-    ignore_stops()
+    if started.by != "rejoin":  # whose Ctrl-C is meant for it alone
+        ignore_stops()
     port = started.port or 29500
     run = f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
@@ -325,6 +392,9 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         timeout_s=facts["timeout_s"],
         children=children,
         parent=parent,
+        tolerate=facts["tolerate"],
+        life=_life(layout, started, dist.PrefixStore(run, store)) if started.by == "rejoin" else 0,
+        command=command,
     )
     if children is not None:
         children.start(
@@ -332,6 +402,24 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
             {local: child_environment(started, local, started.address, port) for local in range(1, layout.ranks_per_host)},
         )
     return world, facts["text"]
+
+
+def _life(layout: Layout, started: Started, store: dist.Store) -> int:
+    """How many processes of a rank were lost before this one, which is to take their place.
+
+    Raises:
+        UserError: if it is no target, or not missing.
+    """
+    members = Members.read(layout, 0, dist.PrefixStore("watch", store).get(LOG))
+    if not started.local_rank < layout.ranks_per_host or (
+        rank := layout.physical_rank(started.host, started.local_rank)
+    ) not in (members.lives):
+        raise UserError(f"DFLASH_LIT_REJOIN={started.local_rank}: is no target rank of a host; {layout}")
+    if rank not in members.missing or rank in members.ready:
+        raise UserError(
+            f"DFLASH_LIT_REJOIN={started.local_rank}: {layout.who(rank)} was not lost, so there is nothing to start again"
+        )
+    return members.lives[rank]
 
 
 def _check(layout: Layout, started: Started) -> None:
