@@ -53,7 +53,7 @@ class Live:
             "XDG_CACHE_HOME": str(shelf / "cache"),
             "HOME": str(shelf),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
         }
         variables |= dict([self.mark.split("=")]) | environment
         if hosts > 1:
