@@ -370,6 +370,8 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         ignore_stops()
     port = started.port or 29500
     run = f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    if started.by == "rejoin":
+        _look_for(started.address, port)
     try:
         store = client(started.address, port, _START_S)
         facts = json.loads(dist.PrefixStore(run, store).get("config"))
@@ -402,6 +404,20 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
             {local: child_environment(started, local, started.address, port) for local in range(1, layout.ranks_per_host)},
         )
     return world, facts["text"]
+
+
+def _look_for(address: str, port: int) -> None:
+    """Whether there is a run, before torch's client waits for one.
+
+    Raises:
+        UserError: if not.
+    """
+    try:
+        socket.create_connection((address, port), 10).close()
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR={address} MASTER_PORT={port}: no run listens there: it is over, or the line is another's"
+        ) from error
 
 
 def _life(layout: Layout, started: Started, store: dist.Store) -> int:
