@@ -9,8 +9,8 @@ depth from the run's metrics. ``soak.json`` has the samples and the verdict, ``s
 Flat means, for each process while it trains or serves, after the first fifth of that time (caches, allocators):
 
 - memory: of a line through its samples (least squares), at most ``--mib`` MiB in 10,000 steps, or in all of a shorter run;
-- file handles, threads: the median of the last quarter of the samples not above that of the first quarter by more than 2 (a loader
-  or a checkpoint may be open);
+- file handles, threads: with as many targets missing, the median of the last quarter of the samples not above that of the first
+  quarter by more than 2 (a loader or a checkpoint may be open);
 - ``/dev/shm``: the same, by 0;
 - queue depth: never above ``prefetch + 1``, and its line changes by less than 1 over the run.
 """
@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Sample:
         seconds: since the run began.
         step: the newest that the run had logged.
         shm: names in /dev/shm that it has mapped.
+        missing: target ranks that were lost and not back.
     """
 
     who: str
@@ -70,6 +72,7 @@ class Sample:
     handles: int
     threads: int
     shm: int
+    missing: int = 0
 
 
 def prepare(folder: Path, rows: int, tokens: int) -> None:
@@ -115,7 +118,7 @@ class Held(Callback):
 class Run:
     """The processes of a training run, in a session of their own, found by a mark in their environment."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, script: str, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.said_at = folder / "said.txt"
         self.environment = os.environ | {
@@ -124,12 +127,13 @@ class Run:
             "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))),
             "XDG_CACHE_HOME": str(folder / "cache"),
             "WANDB_MODE": "disabled",
+            **environment,
         }
         self.again: list[subprocess.Popen[bytes]] = []
         self.began = time.monotonic()
         with self.said_at.open("w") as said:
             self.first = subprocess.Popen(
-                [sys.executable, "train.py", *overrides], cwd=ROOT, env=self.environment, stdout=said, stderr=said
+                [sys.executable, script, *overrides], cwd=ROOT, env=self.environment, stdout=said, stderr=said
             )
 
     def said(self) -> str:
@@ -172,15 +176,19 @@ class Run:
         return found
 
     def sample(self) -> list[Sample]:
+        said = self.said()
+        missing = len(RESTART.findall(said)) - len(BACK.findall(said))
         step, seconds, samples = self.step(), round(time.monotonic() - self.began, 1), []
         for pid, who in self.processes().items():
-            with contextlib.suppress(OSError, StopIteration):  # it may end meanwhile
+            with contextlib.suppress(OSError, KeyError):  # it may end meanwhile
                 proc = Path(f"/proc/{pid}")
                 status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines() if ":\t" in line)
                 maps = set(re.findall(r"/dev/shm/\S+", (proc / "maps").read_text()))
                 handles = len(list((proc / "fd").iterdir()))
                 memory = int(status["VmRSS"].split()[0]) / 1024
-                samples.append(Sample(who, seconds, step, round(memory, 2), handles, int(status["Threads"]), len(maps)))
+                samples.append(
+                    Sample(who, seconds, step, round(memory, 2), handles, int(status["Threads"]), len(maps), missing)
+                )
         return samples
 
     def end(self) -> None:
@@ -193,6 +201,12 @@ class Run:
 def slope(steps: list[float], values: list[float]) -> float:
     """Of a line through the points by least squares."""
     return float(np.polyfit(steps, values, 1)[0]) if len(set(steps)) > 1 else 0.0
+
+
+def _ends(values: Sequence[float]) -> dict[str, float]:
+    """Medians of the first and of the last quarter."""
+    quarter = len(values) // 4
+    return {"first": statistics.median(values[:quarter]), "last": statistics.median(values[-quarter:])}
 
 
 def judge(
@@ -213,17 +227,22 @@ def judge(
         own = own[len(own) // 5 :]
         if len(own) < 8:
             continue
-        quarter = len(own) // 4
         span = own[-1].step - own[0].step
         figures: dict[str, Any] = {"samples": len(own), "steps": span}
-        for name in FIGURES:
-            values = [float(getattr(sample, name)) for sample in own]
-            first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
-            rise = 10_000 * slope([float(sample.step) for sample in own], values)
-            figures[name] = {"first": first, "last": last, "rise_in_10000_steps": round(rise, 3)}
-            grew = rise * min(span / 10_000, 1) > mib if name == "rss_mib" else last - first > (0 if name == "shm" else 2)
-            if grew:
-                verdict["grew"].append(f"{who}: {name} {first:g} -> {last:g}")
+        memory = [sample.rss_mib for sample in own]
+        rise = 10_000 * slope([float(sample.step) for sample in own], memory)
+        figures["rss_mib"] = {**_ends(memory), "rise_in_10000_steps": round(rise, 3)}
+        if rise * min(span / 10_000, 1) > mib:
+            verdict["grew"].append(f"{who}: rss_mib by {rise:.1f} MiB in 10,000 steps")
+        for missing in sorted({sample.missing for sample in own}):
+            alike = [sample for sample in own if sample.missing == missing]
+            if len(alike) < 8:
+                continue
+            for name, spare in (("handles", 2), ("threads", 2), ("shm", 0)):
+                ends = _ends([getattr(sample, name) for sample in alike])
+                figures.setdefault(name, {})[f"{missing} missing"] = ends
+                if ends["last"] - ends["first"] > spare:
+                    verdict["grew"].append(f"{who}: {name} {ends['first']:g} -> {ends['last']:g}")
         verdict["processes"][who] = figures
     if len(depths) >= 8:
         rise = slope([float(step) for step, _ in depths], [depth for _, depth in depths]) * (depths[-1][0] - depths[0][0])
@@ -254,20 +273,14 @@ def draw(samples: list[Sample], depths: list[tuple[int, float]], events: list[di
     axes[3].set_ylim(bottom=0)
     for axis in axes:
         for event in events:
-            axis.axvline(event["step"], color="grey", linewidth=0.6, linestyle="--" if event["kind"] == "killed" else ":")
+            axis.axvline(event["step"], color="grey", linewidth=0.6, linestyle="--" if event["kind"].startswith("SIG") else ":")
     axes[0].legend(ncols=3, fontsize="small")
     figure.savefig(path, dpi=110)
 
 
-def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    prepare(folder, rows=args.rows, tokens=100)
-    split = (f"placement.targets={args.targets}", f"placement.drafters={args.drafters}", f"placement.prefetch={args.prefetch}")
-    run = Run(
-        folder,
-        "placement=split",
-        *split,
-        "placement.tolerate=1",
-        "placement.timeout_s=60",
+def settings(folder: Path, steps: int) -> list[str]:
+    """Of a run with whatever placement, in a folder that :func:`prepare` has filled."""
+    return [
         f"target.path={folder / 'target'}",
         "data=chat",
         f"data.path={folder / 'texts.jsonl'}",
@@ -283,9 +296,9 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "drafter.anchors=4",
         "drafter.intermediate_size=32",
         "optimizer=adamw",
-        f"trainer.max_steps={args.steps}",
-        f"trainer.val_every={max(args.steps // 20, 2)}",
-        f"trainer.log_every_n_steps={max(args.steps // 400, 1)}",
+        f"trainer.max_steps={steps}",
+        f"trainer.val_every={max(steps // 20, 2)}",
+        f"trainer.log_every_n_steps={max(steps // 400, 1)}",
         "trainer.threads=1",
         "callbacks.acceptance=null",
         "callbacks.checkpoint=null",
@@ -294,36 +307,90 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "evaluation.temperatures=[]",
         "evaluation.tree_budgets=[16]",
         "logger=csv",
+    ]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What is done to a target rank once the run has come to a step, and all that are to be started again have been.
+
+    Attributes:
+        rank: local, as the process was first started.
+        signal: SIGKILL, or SIGSTOP: it then is lost for having been silent.
+    """
+
+    step: int
+    rank: int
+    signal: signal.Signals
+
+
+def soak(
+    folder: Path,
+    *overrides: str,
+    steps: int,
+    targets: int,
+    drafters: int = 1,
+    prefetch: int = 3,
+    every: float = 5.0,
+    mib: float = 4.0,
+    kills: Sequence[Kill] = (),
+    restarts: int = 0,
+    planted: int = 0,
+    timeout_s: float = 60.0,
+    script: str = "train.py",
+    **environment: str,
+) -> dict[str, Any]:
+    """Run, disturb, sample and judge.
+
+    Args:
+        folder: that :func:`prepare` has filled; the run's own is ``folder / "run"``.
+        overrides: further settings of the run.
+        kills: in order.
+        restarts: so many of the target ranks that are lost first are started again.
+        planted: so many are lost before the first of ``kills``, by ``script``.
+    """
+    run = Run(
+        folder,
+        "placement=split",
+        f"placement.targets={targets}",
+        f"placement.drafters={drafters}",
+        f"placement.prefetch={prefetch}",
+        "placement.tolerate=1",
+        f"placement.timeout_s={timeout_s:g}",
+        *settings(folder, steps),
         f"hydra.run.dir={folder / 'run'}",
         "+callbacks.held._target_=benchmarks.soak.Held",
-        f"+callbacks.held.step={round(0.8 * args.steps)}",
+        f"+callbacks.held.step={round(0.8 * steps)}",
         f"+callbacks.held.until={folder / 'go'}",
+        *overrides,
+        script=script,
+        **environment,
     )
     samples: list[Sample] = []
     events: list[dict[str, Any]] = []
-    # One target rank after the other.
-    kills = [(round(args.steps * (0.3 + 0.3 * turn / args.restarts)), args.drafters + turn) for turn in range(args.restarts)]
-    seen = back = 0
+    waiting, started, back = list(kills), 0, 0
     try:
         while run.first.poll() is None:
             samples += run.sample()
             said, step, seconds = run.said(), run.step(), round(time.monotonic() - run.began, 1)
-            if kills and step >= kills[0][0] and len(events) == 3 * back:
-                _, rank = kills.pop(0)
-                (pid,) = (pid for pid, who in run.processes().items() if who == f"rank {rank}")
-                os.kill(pid, signal.SIGKILL)
-                events.append({"kind": "killed", "rank": rank, "step": step, "seconds": seconds})
-            lost = RESTART.findall(said)
-            if len(lost) > seen:
-                run.restart(lost[seen][1])
-                events.append({"kind": "restarted", "rank": int(lost[seen][0]), "step": step, "seconds": seconds})
-                seen += 1
-            if len(BACK.findall(said)) > back:
-                events.append({"kind": "back", "rank": int(BACK.findall(said)[back][0]), "step": step, "seconds": seconds})
-                back += 1
-            if not kills and back == args.restarts:
+            lost, returned = RESTART.findall(said), BACK.findall(said)
+            for rank in returned[back:]:
+                events.append({"kind": "back", "rank": int(rank), "step": step, "seconds": seconds})
+            back = len(returned)
+            if started < min(len(lost), restarts):
+                rank, line = lost[started]
+                run.restart(line)
+                events.append({"kind": "restarted", "rank": int(rank), "step": step, "seconds": seconds})
+                started += 1
+            all_lost = len(lost) == planted + len(kills) - len(waiting)
+            if waiting and step >= waiting[0].step and all_lost and back == min(len(lost), restarts):
+                kill = waiting.pop(0)
+                (pid,) = (pid for pid, who in run.processes().items() if who == f"rank {kill.rank}")
+                os.kill(pid, kill.signal)
+                events.append({"kind": kill.signal.name, "rank": kill.rank, "step": step, "seconds": seconds})
+            if not waiting and back == restarts:
                 (folder / "go").touch()
-            time.sleep(args.every)
+            time.sleep(every)
         code = run.first.wait()
         deadline = time.monotonic() + 30
         while any(process.poll() is None for process in run.again) and time.monotonic() < deadline:
@@ -331,7 +398,7 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ended = [process.poll() for process in run.again]
     finally:
         run.end()
-    if code or kills or back != args.restarts or any(ended) or None in ended:
+    if code or waiting or back != restarts or any(ended) or None in ended:
         raise SystemExit(f"the run ended with {code}, restarted ones with {ended}, {back} came back:\n{run.said()[-3000:]}")
     depths = [
         (int(row["step"]), float(row["pipeline/queue_depth"]))
@@ -339,14 +406,13 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if row.get("pipeline/queue_depth")
     ]
     since = {f"rank {event['rank']} again": event["seconds"] for event in events if event["kind"] == "back"}
-    verdict = judge(samples, depths, since, steps=args.steps, mib=args.mib, prefetch=args.prefetch)
     return {
-        "steps": args.steps,
+        "steps": steps,
         "seconds": round(time.monotonic() - run.began, 1),
-        "placement": {"targets": args.targets, "drafters": args.drafters, "prefetch": args.prefetch},
-        "mib_in_10000_steps": args.mib,
+        "placement": {"targets": targets, "drafters": drafters, "prefetch": prefetch},
+        "mib_in_10000_steps": mib,
         "events": events,
-        "verdict": verdict,
+        "verdict": judge(samples, depths, since, steps=steps, mib=mib, prefetch=prefetch),
         "queue_depth": depths,
         "samples": [asdict(sample) for sample in samples],
     }
@@ -367,8 +433,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("soak"), help="OUT.json and OUT.png")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    kills = [
+        # One target rank after the other.
+        Kill(round(args.steps * (0.3 + 0.3 * turn / max(args.restarts, 1))), args.drafters + turn, signal.SIGKILL)
+        for turn in range(args.restarts)
+    ]
     try:
-        result = soak(args, folder)
+        prepare(folder, rows=args.rows, tokens=100)
+        result = soak(
+            folder,
+            steps=args.steps,
+            targets=args.targets,
+            drafters=args.drafters,
+            prefetch=args.prefetch,
+            every=args.every,
+            mib=args.mib,
+            kills=kills,
+            restarts=args.restarts,
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     args.out.with_suffix(".json").write_text(json.dumps(result) + "\n")

@@ -2,128 +2,193 @@
 
 from __future__ import annotations
 
-import os
+import csv
 import re
-import shlex
 import signal
-import subprocess
-from collections.abc import Iterator
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from benchmarks.soak import Kill, Sample, judge, prepare, settings, soak
 from dflash_lit.config import PlacementSection
 from dflash_lit.errors import UserError
+from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout
 from dflash_lit.placement.members import LOG, Entry, Members, add
+from dflash_lit.placement.started import Started, how_started, rejoin_line
+from dflash_lit.placement.watch import Watch, beats_of
+from dflash_lit.placement.world import _life, follow
 from dflash_lit.plan import _layout
-from tests.placement.test_faults import ROOT, SOON, Live, live
 from tests.placement.test_same_run import assert_same, column, metrics
+from tests.test_train import run
 
-STEPS = 30
-SAME = [
-    f"trainer.max_steps={STEPS}",
-    "trainer.val_every=15",
-    "trainer.log_every_n_steps=2",
-    "data.train_prompts=12",
-    "data.val_prompts=4",
-    "data.row_tokens=128",
-    "drafter.anchors=4",
-    "drafter.layers=1",
-    "callbacks.checkpoint=null",
-    "callbacks.last_checkpoint=null",
-    "evaluation.prompts=1",
-    "evaluation.temperatures=[]",
+STEPS = 300
+RECORDED = [
+    f"trainer.val_every={STEPS // 2}",
     "+callbacks.recorder._target_=tests.placement.recorder.Recorder",
     "+callbacks.recorder.folder=${paths.output_dir}/seen",
 ]
-HELD = [
-    "+callbacks.held._target_=tests.placement.held.Held",
-    "+callbacks.held.folder=${paths.output_dir}",
-    "+callbacks.held.steps=[12,20]",
-]
-LINE = r"to start it again on its host: (.*)"
-
-
-def again(run: Live, line: str) -> subprocess.Popen[str]:
-    """Start a lost rank as a person would, by the line that the run printed, in the shell that the run was started in."""
-    *variables, python, script = shlex.split(line.replace("tests/placement/faulty.py", "train.py"))
-    assert python == "python"
-    environment = os.environ | dict(variable.split("=", 1) for variable in variables) | dict([run.mark.split("=")])
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    command = ["python", script]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
 
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tolerate")
+    folder = tmp_path_factory.mktemp("tolerate")
+    prepare(folder, rows=60, tokens=100)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def disturbed(shelf: Path) -> Iterator[Live]:
+def disturbed(shelf: Path) -> dict[str, Any]:
     """Rank 1 raises, and is started again by hand; then rank 2 is stopped; rank 1 goes on alone."""
-    split = ("placement=split", "placement.targets=2", "placement.tolerate=1", "placement.timeout_s=4")
-    with live(shelf, *split, *SAME, *HELD, script="tests/placement/faulty.py", FAULT="forward:1") as run:
-        line = run.until(rf"lost: rank 1 \(target, host 0\) failed: ArithmeticError: .*{LINE}")[1]
-        restarted = again(run, line)
-        run.until(r"rank 1 \(target, host 0\) is back: 2 of 2 target ranks serve")
-        (run.folder / "run" / "go12").touch()
-        run.until("step 20/")
-        os.kill(run.pid(2), signal.SIGSTOP)
-        (run.folder / "run" / "go20").touch()
-        run.until(r"lost: rank 2 \(target, host 0\) has not been heard of for 4 s")
-        run.ended(240, 0)
-        assert restarted.wait(10) == 0, restarted.stderr and restarted.stderr.read()
-        yield run
+    return soak(
+        shelf,
+        *RECORDED,
+        steps=STEPS,
+        targets=2,
+        every=0.2,
+        mib=8.0,
+        kills=[Kill(round(0.8 * STEPS), 2, signal.SIGSTOP)],
+        restarts=1,
+        planted=1,
+        timeout_s=4.0,
+        script="tests/placement/faulty.py",
+        FAULT="forward:1",
+    )
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shelf: Path) -> Iterator[Live]:
-    with live(shelf, *SAME) as run:
-        run.ended(240, 0)
-        yield run
+def undisturbed(shelf: Path, disturbed: dict[str, Any]) -> Path:
+    folder = shelf / "undisturbed"
+    done = run("train.py", *settings(shelf, STEPS), *RECORDED, f"hydra.run.dir={folder}", folder=shelf)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
 
 
-def test_losses_rows_anchors_and_weights_are_the_same_to_the_last_bit(disturbed: Live, undisturbed: Live) -> None:
-    one, other = disturbed.folder / "run", undisturbed.folder / "run"
-    assert_same(one, other, 1)
-    assert len(column(metrics(one), "train/loss")) == STEPS // 2
+def test_losses_rows_anchors_and_weights_are_the_same_to_the_last_bit(
+    shelf: Path, disturbed: dict[str, Any], undisturbed: Path
+) -> None:
+    assert_same(shelf / "run", undisturbed, 1)
+    assert len(column(metrics(undisturbed), "train/loss")) == STEPS
 
 
-def test_it_says_who_was_lost_and_why_and_how_many_are_left(disturbed: Live) -> None:
-    lost = re.findall(
-        r"lost: rank (\d) .*; training goes on, (\d) of 2 target ranks serve \(placement.tolerate=1\)", disturbed.said()
-    )
-    assert lost == [("1", "1"), ("2", "1")]
-    assert disturbed.said().count("Traceback") == 1  # that of rank 1
-    assert not disturbed.errors()
-    header, *rows = [line.split(",") for line in (disturbed.folder / "run/csv/metrics.csv").read_text().splitlines()]
-    served = [float(number) for row in rows if (number := row[header.index("pipeline/targets")])]
-    assert set(served) == {1, 2}
+def test_it_says_who_was_lost_and_why_and_how_many_are_left(shelf: Path, disturbed: dict[str, Any]) -> None:
+    said = (shelf / "said.txt").read_text()
+    lost = re.findall(r"lost: (.*); training goes on, 1 of 2 target ranks serve \(placement.tolerate=1\)", said)
+    assert lost == [
+        "rank 1 (target, host 0) failed: ArithmeticError: planted: 1 + 1 = 3",
+        "rank 2 (target, host 0) has not been heard of for 4 s: it is stopped, or its host is gone",
+    ]
+    assert said.count("Traceback") == 1  # that of rank 1
+    assert "error:" not in said
+    served = [
+        float(row["pipeline/targets"])
+        for row in csv.DictReader((shelf / "run/csv/metrics.csv").open())
+        if row.get("pipeline/targets")
+    ]
+    assert served[0] == 2
+    assert 1 in served
     assert served[-1] == 1
 
 
-def test_more_than_are_tolerated(shelf: Path) -> None:
-    """The run ends as without it; a rank that was not lost cannot be started again."""
-    three = ("placement=split", "placement.targets=3", "placement.tolerate=1", "placement.timeout_s=4")
-    with live(shelf, *three) as run:
-        run.until("step 3/")
-        os.kill(run.pid(2), signal.SIGKILL)
-        line = run.until(rf"lost: rank 2 .* was killed by SIGKILL; training goes on, 2 of 3 .*{LINE}")[1]
-        wrong = again(run, line.replace("REJOIN=2", "REJOIN=3"))
-        assert wrong.wait(60) == 2
-        assert wrong.stderr is not None
-        assert "rank 3 (target, host 0) was not lost" in wrong.stderr.read()
-        os.kill(run.pid(3), signal.SIGKILL)
-        run.ended(SOON, 1)
-        assert run.errors() == [
-            "error: rank 3 (target, host 0) was killed by SIGKILL; before that rank 2 (target, host 0) was killed by SIGKILL "
-            "(placement.tolerate=1)"
-        ]
+def test_nothing_grows_while_targets_come_and_go(disturbed: dict[str, Any]) -> None:
+    verdict = disturbed["verdict"]
+    assert not verdict["grew"]
+    assert {"rank 0", "rank 2"} <= verdict["processes"].keys()
+    assert [event["kind"] for event in disturbed["events"]] == ["restarted", "back", "SIGSTOP"]
+
+
+# -- what cannot be done without
+
+
+def test_one_more_than_is_tolerated_ends_the_run() -> None:
+    layout, store = Layout(3, 1), dist.HashStore()
+    beats_of(layout, store)
+    quiet: dict[str, Any] = {"flow": Flow, "children": lambda: None, "parent": None, "keeper": "rank 0", "end": lambda: None}
+    changes: list[Entry] = []
+    watch = Watch(store, layout, 0, stale_s=5, start_s=5, tolerate=1, changed=lambda entry, _: changes.append(entry), **quiet)
+    for rank in (1, 2, 3):
+        watch._read(add(store, store.get(LOG), Entry("joined", rank)))
+    assert not watch._tell(Entry("lost", 2, 0, "rank 2 is gone"))
+    assert not watch._tell(Entry("lost", 2, 0, "rank 2 is gone, as another has found"))
+    assert [entry.why for entry in changes if entry.kind == "lost"] == ["rank 2 is gone"]
+    assert store.get("abort") == b""
+    ended = watch._tell(Entry("lost", 3, 0, "rank 3 is gone"))
+    assert ended == store.get("abort") == b"rank 3 is gone; before that rank 2 is gone (placement.tolerate=1)"
+    assert watch._tell(Entry("lost", 0, 0, "rank 0 is gone")) == ended  # the first counts
+    assert watch.failure is None  # rank 0 was not given up; it reads the end at its next beat
+    of_two = Watch(store, layout, 2, stale_s=5, start_s=5, tolerate=1, **quiet)
+    of_two._read(store.get(LOG))
+    assert of_two.failure == "the run goes on without this process: rank 2 is gone"
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "error"),
+    [(0, "is no target rank"), (4, "is no target rank"), (3, r"rank 3 \(target, host 0\) was not lost")],
+)
+def test_a_rank_that_cannot_come_back(local_rank: int, error: str) -> None:
+    layout, store = Layout(3, 1), dist.HashStore()
+    beats_of(layout, dist.PrefixStore("watch", store))
+    with pytest.raises(UserError, match=f"DFLASH_LIT_REJOIN={local_rank}: {error}"):
+        _life(layout, Started("rejoin", 0, local_rank), store)
+
+
+def test_a_run_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    for name, value in {"DFLASH_LIT_REJOIN": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    started = how_started()
+    assert (started.by, started.local_rank, started.leads, started.starts_others) == ("rejoin", 2, False, False)
+    with pytest.raises(UserError, match=f"MASTER_PORT={port}: no run listens there"):
+        follow(started, ["python", "train.py"])
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(UserError, match="start a lost target rank again with the line that the run printed"):
+        how_started()
+
+
+def test_the_line_that_brings_a_rank_back() -> None:
+    command = ["/somewhere/python", str(Path.cwd() / "train.py")]
+    assert rejoin_line(Layout(2, 1), 2, "127.0.0.1", 4711, command) == (
+        "MASTER_ADDR=127.0.0.1 MASTER_PORT=4711 DFLASH_LIT_REJOIN=2 python train.py"
+    )
+    assert rejoin_line(Layout(2, 1, 2), 4, "10.0.0.1", 4711, command).startswith("NODE_RANK=1 MASTER_ADDR=10.0.0.1 ")
+
+
+# -- what counts as growth
+
+
+def _samples(**slopes: float) -> list[Sample]:
+    """Of one process, every 100 of 20,000 steps."""
+    start = {"rss_mib": 500.0, "handles": 20, "threads": 10, "shm": 1}
+    return [
+        Sample("rank 0", step / 10, step, **{name: value + slopes.get(name, 0) * step for name, value in start.items()})  # type: ignore[arg-type]
+        for step in range(100, 20_001, 100)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slopes", "grew"),
+    [
+        ({}, []),
+        ({"rss_mib": 0.0003, "handles": -0.001}, []),
+        ({"rss_mib": 0.0005}, ["rss_mib"]),
+        ({"handles": 0.0005}, ["handles"]),
+        ({"threads": 0.0005, "shm": 0.0001}, ["threads", "shm"]),
+    ],
+)
+def test_what_grew(slopes: dict[str, float], grew: list[str]) -> None:
+    flat = [(step, 2.0) for step in range(50, 20_000, 50)]
+    found = judge(_samples(**slopes), flat, {}, steps=20_000, mib=4.0, prefetch=3)["grew"]
+    assert [line.split()[2] for line in found] == grew
+
+
+@pytest.mark.parametrize("rise", [1.2, -1.2])
+def test_a_queue_that_changes(rise: float) -> None:
+    depths = [(step, 2 + rise * step / 20_000) for step in range(50, 20_000, 50)]
+    assert "queue depth" in judge(_samples(), depths, {}, steps=20_000, mib=4.0, prefetch=3)["grew"][0]
 
 
 # -- the log

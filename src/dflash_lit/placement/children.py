@@ -44,6 +44,8 @@ class Children:
 
     def failed(self) -> tuple[int, str] | None:
         """Physical rank of one that has ended badly, and how."""
+        for process in self._dropped:
+            process.poll()  # collects it
         for local, process in list(self.processes.items()):
             code = process.poll()
             if code:
