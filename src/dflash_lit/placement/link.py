@@ -51,9 +51,6 @@ _LOOK_S = 0.1
 _KEPT = 64
 """Messages that a rank has sent and not waited for yet. Older ones were taken long ago."""
 
-_stuck: list[Any] = []
-"""Groups of lost partners that a thread still waits for: gloo gives up only when the connection breaks."""
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -108,10 +105,15 @@ class TargetLostError(Exception):
 
 
 class _Arrivals(threading.Thread):
-    """Waits for what gloo receives: its works never say that they are complete, except to who waits for them."""
+    """Waits for what gloo receives: its works never say that they are complete, except to who waits for them.
 
-    def __init__(self) -> None:
+    Args:
+        group: that receives. Should its partner be lost, it has to live as long as this waits: until the connection breaks.
+    """
+
+    def __init__(self, group: Any) -> None:
         super().__init__(name="dflash_lit-arrivals", daemon=True)
+        self._group = group
         self._coming: SimpleQueue[tuple[list[dist.Work], Future[None]] | None] = SimpleQueue()
         self.start()
 
@@ -217,7 +219,7 @@ class DrafterLink(_Link):
         self.target, self.life, self.lost = target, life, False
         self._world, self._physical = world, world.layout.physical_rank(world.host, target)
         super().__init__(world, name, _DRAFTER, device, transport, store)
-        self._features = None if transport == "nccl" else _Arrivals()
+        self._features = None if transport == "nccl" else _Arrivals(self._control)
         self._others: _Arrivals | None = None
         self._coming: set[Pending] = set()
         self._unanswered: deque[Answer] = deque()
@@ -330,7 +332,7 @@ class DrafterLink(_Link):
         self._unanswered.popleft().value = pickle.loads(body.numpy().tobytes())
 
     def _receive(self, message: Tensor, tag: int) -> None:
-        self._others = self._others or _Arrivals()
+        self._others = self._others or _Arrivals(self._control)
         try:
             work = self._control.recv([message], _TARGET, tag)
         except RuntimeError as error:
@@ -341,7 +343,7 @@ class DrafterLink(_Link):
         """Nothing more will be asked; returns when the target has heard it, or is lost."""
         try:
             self._request(_GOODBYE, None)
-            self._others = self._others or _Arrivals()
+            self._others = self._others or _Arrivals(self._control)
             self.until(self._others.of([work for work, _ in self._sent]))
         except TargetLostError:
             self.lost = True
@@ -366,8 +368,6 @@ class DrafterLink(_Link):
             for thread in threads:
                 thread.join()
             self._shut()
-        if broken and any(thread.is_alive() for thread in threads):
-            _stuck.append((self._control, threads))
         self._coming.clear()
         self._sent.clear()
 
