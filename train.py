@@ -32,6 +32,7 @@ def train(cfg: TrainConfig, plan: Plan, world: World | None) -> float | None:
             module = job.module(target)
             trainer = job.trainer(target, callbacks, loggers)
             trainer.fit(module, datamodule=data.module, ckpt_path=cfg.ckpt_path, weights_only=True)
+            job.trained(trainer)
         with job.phase("decode"):
             whole = job.leave(target)
             if whole is None:

@@ -329,9 +329,16 @@ def _stop(*_: object) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        return _run(args)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(args: argparse.Namespace) -> int:
     import torch
 
-    signal.signal(signal.SIGTERM, _stop)
     deadline = time.time() + args.minutes * 60
     folder, out = Path(args.work), Path(args.out)
     if (folder / "settings.json").exists():

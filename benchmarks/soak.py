@@ -126,6 +126,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))),
             "XDG_CACHE_HOME": str(folder / "cache"),
+            "XDG_CONFIG_HOME": str(folder / "config"),  # where those that are started again find the run's secret
             "WANDB_MODE": "disabled",
             **environment,
         }

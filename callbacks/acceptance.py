@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together
 from dflash_lit.errors import UserError
 from dflash_lit.module import DrafterModule
+from dflash_lit.stopping import stopping
 
 __all__ = ["Acceptance"]
 
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 class Acceptance(Callback):
     """Decode a few held-out prompts greedily; log ``acceptance/tau_greedy`` of chains and ``val/tau@BUDGET`` of draft trees.
 
-    Chains at the start and after every validation, trees after every validation: all prompts of a budget in one batch. Any of
+    Chains before the first step and after every validation, trees after every validation: all prompts of a budget in one batch. Any of
     these can be the ``monitor`` of a checkpoint callback. Nothing is compiled for it.
 
     Prompts come from the data module (``eval_prompts``), the target from the placement (``strategy.target``). Without prompts,
@@ -59,8 +60,12 @@ class Acceptance(Callback):
             target: MeasuredTarget = trainer.strategy.target  # type: ignore[attr-defined]
             prompts = trainer.datamodule.eval_prompts[: self.prompts]  # type: ignore[attr-defined]
             length = self.max_new_tokens
+            if stopping.signal:  # nobody goes by them
+                return trainer.strategy.broadcast(taus)
             taus["acceptance/tau_greedy"] = measure(target, module.drafter, prompts, max_new_tokens=length, plain=False).tau
             for budget in budgets if target.no_trees is None else ():
+                if stopping.signal:
+                    break
                 got = measure_together(target, module.drafter, prompts, budget, max_new_tokens=length)
                 taus[f"val/tau@{budget}"] = got.tau
         return trainer.strategy.broadcast(taus)
@@ -83,7 +88,8 @@ class Acceptance(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DrafterModule)
-        if not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
+        # A run that goes on has been measured: it is to log what it would have logged uninterrupted.
+        if trainer.global_step or not trainer.datamodule.eval_prompts:  # type: ignore[attr-defined]
             return
         taus = self._taus(trainer, pl_module, ())
         for logger in trainer.loggers:

@@ -1,19 +1,17 @@
-"""Ctrl-C and SIGTERM: finish the step, save, and end on all ranks."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and ``trainer.max_time``: finish the step, save, and end on all ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from dflash_lit.errors import Interrupted
+from dflash_lit.placement.feature_loader import FeatureLoader
 from dflash_lit.placement.remote_target import RemoteTarget
+from dflash_lit.stopping import stopping
 
 __all__ = ["Interrupt"]
 
@@ -21,7 +19,8 @@ __all__ = ["Interrupt"]
 class Interrupt(Callback):
     """Stops a run after the optimizer step in which a signal came, with a checkpoint of that step.
 
-    All drafters stop at the same step, whichever of them got the signal. A second signal stops at once, without saving.
+    All drafters stop at the same step, whichever of them got the signal. A validation is cut short, and its figures are dropped; a
+    resumed run does not repeat it. A second Ctrl-C stops at once, without saving.
 
     Args:
         checkpoint: file to save to.
@@ -29,42 +28,18 @@ class Interrupt(Callback):
 
     def __init__(self, checkpoint: str) -> None:
         self.checkpoint = Path(checkpoint)
-        self._signal = 0
         self._step = -1
-        self._leads = True
-        self._before: dict[int, Any] = {}
+        self._saved = -1  # step of the newest checkpoint
         self._agreement: Any = None
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._signal, self._leads = 0, trainer.is_global_zero
-        # Those from before Lightning puts its own in their place, which starts a collective of its own inside the handler.
-        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-        self._before = {signum: handler for signum, handler in handlers.items() if handler is not None}  # None: not Python's
-
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._listen()
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._step = trainer.global_step
+        self._step = self._saved = trainer.global_step
         if trainer.world_size > 1:
             self._agreement = trainer.strategy.agreement()  # type: ignore[attr-defined]
-        self._listen()
+        stopping.hold()
 
-    def _listen(self) -> None:
-        with contextlib.suppress(ValueError):  # not in the main thread, where signals do not come
-            for signum in self._before:
-                signal.signal(signum, self._told)
-
-    def _told(self, signum: int, frame: FrameType | None) -> None:
-        if not self._leads:  # a terminal's Ctrl-C goes to all, and one of them speaks, and stops at once if it is told again
-            self._signal = signum
-            return
-        if self._signal:
-            self._restore()
-            raise KeyboardInterrupt
-        self._signal = signum
-        # Not by print: the signal may have come in the middle of one.
-        os.write(2, b"stopping after this step; once more to stop at once, without saving\n")
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._saved = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -72,15 +47,38 @@ class Interrupt(Callback):
         if trainer.global_step == self._step:  # gradients are being accumulated, which no checkpoint holds
             return
         self._step = trainer.global_step
-        told = self._signal if self._agreement is None else self._agreement.ask(self._signal)
+        told = stopping.signal if self._agreement is None else self._agreement.ask(stopping.signal)
         if told:
             self._stop(trainer, told)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        told = self._signal if self._agreement is None else max(self._agreement.ask(self._signal), self._agreement.settle())
-        self._restore()
-        if told:  # in the last step, or in the validation after it
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:  # left at once: there is nothing to save
+            return
+        loaders = trainer.val_dataloaders
+        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+            if isinstance(loader, FeatureLoader):
+                loader.over = lambda: bool(stopping.signal)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Before anybody goes by the figures of a validation that was cut short.
+        if not trainer.sanity_checking and trainer.state.fn == "fit" and (told := self._agreed()):
             self._stop(trainer, told)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What was told in the last step is obeyed when training is over, by rank 0. What goes on has nothing left to train then."""
+        told = self._agreed()
+        if told or (self.checkpoint.is_file() and self._saved != trainer.global_step):
+            trainer.save_checkpoint(self.checkpoint, weights_only=False)
+        if self.checkpoint.is_file():
+            stopping.checkpoint = str(self.checkpoint)
+        stopping.release()
+        stopping.signal = stopping.signal or told
+
+    def _agreed(self) -> int:
+        """As after a step, but now: there is time to wait for the others."""
+        if self._agreement is None:
+            return stopping.signal
+        return max(self._agreement.ask(stopping.signal), self._agreement.settle())
 
     def _stop(self, trainer: L.Trainer, told: int) -> None:
         trainer.save_checkpoint(self.checkpoint, weights_only=False)
@@ -91,10 +89,5 @@ class Interrupt(Callback):
             source.goodbye()
         raise Interrupted(told, str(self.checkpoint))
 
-    def _restore(self) -> None:
-        with contextlib.suppress(ValueError):
-            while self._before:
-                signal.signal(*self._before.popitem())
-
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._restore()
+        stopping.release()

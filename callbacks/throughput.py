@@ -64,6 +64,7 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
         self._running = False
+        self._line = ""  # of a run that had nothing left to train
 
     # -- when time runs
 

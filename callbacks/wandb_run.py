@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import WandbLogger
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.attention.picture import LARGEST, draw_mask
 from dflash_lit.blocks import draw_anchors, row_noise
+from dflash_lit.checkpoints.file import load
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.export import drafter_from_checkpoint, save_drafter
 from dflash_lit.module import DrafterModule
@@ -156,7 +157,7 @@ def _best(trainer: L.Trainer) -> tuple[int, str, dict[str, float]] | None:
     """Step, file and score of the best checkpoint, where one goes by a metric."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint) and callback.monitor and Path(callback.best_model_path).is_file():
-            saved = torch.load(callback.best_model_path, map_location="cpu", weights_only=True, mmap=True)
+            saved = load(callback.best_model_path, mmap=True)
             score = {} if callback.best_model_score is None else {callback.monitor: float(callback.best_model_score)}
             return int(saved["global_step"]), callback.best_model_path, score
     return None

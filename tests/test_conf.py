@@ -224,13 +224,13 @@ def test_a_monitor_that_would_not_be_logged_is_refused(tmp_path: Path) -> None:
     assert len(made("callbacks.checkpoint.monitor=val/tau@64")) == len(made())
     made("callbacks.checkpoint.monitor=val/tau@16", "callbacks.acceptance.budgets=[16,64]")
     for budgets in ("0", "[16]"):
-        with pytest.raises(UserError, match=r"monitor=val/tau@64 of ModelCheckpoint.*callbacks\.acceptance\.budgets"):
+        with pytest.raises(UserError, match=r"monitor=val/tau@64 of SafeCheckpoint.*callbacks\.acceptance\.budgets"):
             made("callbacks.checkpoint.monitor=val/tau@64", f"callbacks.acceptance.budgets={budgets}")
     made("callbacks.checkpoint.monitor=val/tree_eal@16", "evaluation.tree_budgets=[16]")
     with pytest.raises(
-        UserError, match=r"monitor=val/tree_eal@64 of ModelCheckpoint.*only val/tree_eal@16; .*evaluation\.tree_budgets"
+        UserError, match=r"monitor=val/tree_eal@64 of SafeCheckpoint.*only val/tree_eal@16; .*evaluation\.tree_budgets"
     ):
-        made("evaluation.tree_budgets=[16]")
+        made("callbacks.checkpoint.monitor=val/tree_eal@64", "evaluation.tree_budgets=[16]")
     with pytest.raises(UserError, match=r"callbacks\.acceptance: budgets=\[-1\]"):
         made("callbacks.acceptance.budgets=-1")
 
@@ -367,7 +367,7 @@ def test_the_experiment_for_trees_trains_soft_labels_and_keeps_the_best_tree() -
     objective = make_plan(cfg).objective
     assert (objective.labels, objective.weights, objective.temperature) == ("soft", "dpace", cfg.data.temperature)
     assert make_plan(cfg).drafter.path_width == 256
-    assert cfg.callbacks["checkpoint"]["monitor"] == "val/tree_eal@64"
+    assert cfg.callbacks["checkpoint"]["monitor"] == "auto"
     assert 64 in cfg.evaluation.tree_budgets
     assert configured("+experiment=ddtree", "objective.weights=tree_survival").objective.weights == "tree_survival"
 

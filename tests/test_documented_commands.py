@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/ is one that the programs of this repository take: options parse, overrides compose."""
+"""Every command in README.md and docs/ works: options parse, overrides compose, and what can run here does, in a small form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from dflash_lit.cli import main
+from dflash_lit.compilation.cache import cache_key
 from dflash_lit.config import TrainConfig, register
+from tests.documented_shop import TINY, Shop
 from tests.test_conf import CONF
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +41,24 @@ NOT_OURS = {
     "wandb sync": "needs the network",
 }
 """Commands of other programs, and why they are not tried here; those of this repository are all tried."""
+
+HOSTS = "needs several hosts; tests/placement/test_launch.py starts such runs on one"
+GPU = "needs a GPU"
+NOT_RUN = {
+    r"MASTER_ADDR=.*|torchrun .*|srun .*": HOSTS,
+    r".*hydra/launcher=parallel.*": "run by tests/sweeps",
+    r".*hydra/launcher=slurm.*": "needs SLURM; tests/sweeps runs the local form of that launcher",
+    r"python -m dflash_lit.target.embedded.build .*": "trains for many minutes; run small by tests/target/test_embedded.py",
+    r"python benchmarks/(step|online).py .*|.* --target qwen3-8b --shape S": GPU,
+    r"python benchmarks/ddtree_objectives.py run .*": "trains for hours; run small by tests/benchmarks",
+    r"python benchmarks/decode.py.*": "run by tests/benchmarks",
+    r"python benchmarks/data.py .*": "minutes; what it measures is tested in tests/data",
+    r"python benchmarks/placement.py .*": "minutes, of processes that are to have cores of their own",
+    r"dflash-lit wandb-workspace ENTITY/PROJECT": "needs the network",
+    r"dflash-lit replay .*bad_steps/.*": "needs a step that went wrong; run by tests/guard",
+    r"python benchmarks/kill_resume.py .*": "minutes; run small by tests/benchmarks",
+}
+"""Commands of this repository that are only parsed or composed, and why."""
 
 _COMMAND = re.compile(r"(?:\w+=\S+ )*(?:python3?|dflash-lit|torchrun|srun|pytest|pip|mkdocs|wandb|hf)(?= )")
 _PLACES = re.compile(r"```[^\n]*\n(.*?)```|^((?:    \S[^\n]*\n)+)|`([^`\n]+)`", re.DOTALL | re.MULTILINE)
@@ -151,6 +171,107 @@ def test_documented_commands_are_taken(file: str, command: str, monkeypatch: pyt
         check_training(rest[1:])
     else:
         check_options(rest[0], rest[1:], monkeypatch)
+
+
+def not_run(command: str) -> str | None:
+    return next((why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, command)), None)
+
+
+def to_run() -> list[str]:
+    """Each once, however it is spaced; not those that are a name with nothing behind it."""
+    found: dict[tuple[str, ...], str] = {}
+    for _, command in COMMANDS:
+        program, *rest = words(command)
+        named = program == "dflash-lit" and set(rest) <= {"cache", "data", "respond", "on-policy", "evaluate"}
+        if not named and not not_run(command):
+            same = command.replace("RUN_FOLDER", "outputs/RUN").replace("SWEEP_FOLDER", "outputs/SWEEP")
+            found.setdefault(tuple(sorted([program.replace("python3", "python"), *words(same)[1:]])), command)
+    # The archive is saved before it is loaded, and the cache cleared last.
+    return sorted(found.values(), key=lambda command: ("cache" in command, "load" in command, "clear" in command))
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    made = Shop(tmp_path_factory.mktemp("documented"))
+    compiled = Path(made.folder / "compiled" / cache_key() / "inductor")
+    compiled.mkdir(parents=True)
+    (compiled / "graph").write_text("x")
+    yield made
+    made.close()
+
+
+def small(command: str, shop: Shop) -> list[str]:
+    """The command with what it names put in its place, and as little to do as possible."""
+    program, *rest = words(command)
+    theirs = "Qwen" in command
+    run = ["outputs/THEIRS", "target=hf", f"target.path={shop.model}", "drafter.features=3"] if theirs else ["outputs/RUN"]
+    places: dict[str, Callable[[], str]] = {
+        r"outputs/RUN|RUN_FOLDER": lambda: str(shop.train(*run)),
+        r"outputs/SWEEP|SWEEP_FOLDER": lambda: str(shop.train("outputs/SWEEP", "-m", "objective=dflash")),
+        r"(?<=init_from=)FOLDER": lambda: str(shop.train("outputs/RUN") / "drafter"),
+        r"(?<=^)(Qwen/Qwen3-8B|FOLDER)$": lambda: "m" if "--server" in rest else str(shop.model),
+        r"(?<==)Qwen/Qwen3-8B$": lambda: str(shop.model),
+        r"^URL$|http://127.0.0.1:8000/v1": lambda: shop.server.url,
+        r"^NAME$": lambda: "m",
+        r"^FILE$": lambda: "chat.jsonl",
+        r"OUT/records.jsonl|(?=docs/)": lambda: f"{ROOT}/" + ("docs/ddtree_built.jsonl.gz" if "OUT/" in command else ""),
+    }
+    if "plan" in rest:  # knows its sizes
+        return [program, *rest]
+    given = []
+    for before, word in zip(["", *rest], rest, strict=False):
+        for pattern, place in places.items():
+            if re.search(pattern, word):
+                word = re.sub(pattern, place(), word)
+        if word.endswith(".jsonl") and before == "--out":
+            word = str(shop.folder / f"out{len(list(shop.folder.glob('out*')))}.jsonl")
+        given.append(word.replace("FILE.jsonl", "responses.jsonl"))
+    if program == "dflash-lit":
+        return [program, *given, *LITTLE.get(rest[0], "").split()]
+    if given[0] == "-m" or given[0] != "train.py" or "--cfg" in given:
+        return given
+    if "sweep=tpe" in given:
+        little = ["hydra.sweeper.trials=1"]
+    else:
+        options, overrides = [w for w in given[1:] if "=" not in w], [w for w in given[1:] if "=" in w]
+        if "--config-dir" in given:  # with values
+            return [*given, *TINY[:4]]
+        given, little = ["train.py", *options, *first_values(overrides)], []
+    little += TINY
+    if theirs or "+experiment=q" in command or "+experiment=l" in command:
+        little += [f"target.path={shop.model}", "drafter.intermediate_size=null"]
+    if "data=chat" in command:
+        little += ["data.held_out_share=0.5", "data.prompt_tokens=64"]
+    if "ckpt_path" in command:
+        little += ["trainer.max_steps=3"]
+    if "split" in command:
+        little += ["placement.targets=1", "placement.drafters=1"]
+    elif "placement.drafters" in command:
+        little += ["placement.drafters=2"]
+    place = shop.folder / "trained" / str(len(list(shop.folder.glob("trained/*"))))
+    return [*given, *little, f"hydra.run.dir={place}", f"hydra.sweep.dir={place}"]
+
+
+LITTLE = {
+    "evaluate": "--count 1 --max-new-tokens 4",
+    "respond": "--max-tokens 4",
+    "doctor": "",
+    "data": "",
+    "on-policy": "--count 4",
+}
+"""Appended to commands of dflash-lit."""
+
+
+@pytest.mark.parametrize("command", to_run(), ids=[command[:90] for command in to_run()])
+def test_documented_commands_run(command: str, shop: Shop) -> None:
+    code, said = shop.run(*small(command, shop))
+    assert code in (None, 0), said[-3000:]
+    assert "Traceback" not in said
+
+
+def test_the_list_of_commands_that_are_not_run_is_not_longer_than_it_has_to_be() -> None:
+    everything = [command for _, command in documented()]
+    assert [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, command) for command in everything)] == []
 
 
 def test_commands_are_found_and_the_list_of_others_is_not_longer_than_it_has_to_be() -> None:

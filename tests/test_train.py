@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import termios
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.fork_server import forked_python
+
 ROOT = Path(__file__).parent.parent
 QUICK = [
     "debug=fast",
@@ -23,10 +24,15 @@ QUICK = [
     "data.responses_per_batch=32",
     "callbacks.acceptance.prompts=1",
     "callbacks.acceptance.max_new_tokens=8",
+    "evaluation.temperatures=[0.0]",
+    "evaluation.budgets=[]",
+    "evaluation.max_new_tokens=12",
+    "logger=csv",
 ]
 
 
-def run(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, folder: Path, python: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Of this repository; by default in a process that has imported everything, as have those that it starts."""
     # The last two are set by tests that compile in this process, and would be taken for the user's choice.
     told = ("WANDB_API_KEY", "WANDB_MODE", "HYDRA_FULL_ERROR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     keep = {k: v for k, v in os.environ.items() if k not in told}
@@ -38,9 +44,8 @@ def run(*arguments: str, folder: Path, **environment: str) -> subprocess.Complet
         "OMP_NUM_THREADS": "1",
         **environment,
     }
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=400, check=False
-    )
+    command = [python or forked_python(), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=400, check=False)
 
 
 def train(*overrides: str, folder: Path, **environment: str) -> Path:
@@ -48,6 +53,7 @@ def train(*overrides: str, folder: Path, **environment: str) -> Path:
     done = run("train.py", *QUICK, f"hydra.run.dir={run_folder}", *overrides, folder=folder, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     (run_folder / "stdout.txt").write_text(done.stdout)
+    (run_folder / "stderr.txt").write_text(done.stderr)
     return run_folder
 
 
@@ -62,6 +68,9 @@ def whole(shelf: Path) -> Path:
         "+callbacks.checkpoint.every_n_train_steps=1",
         "callbacks.checkpoint.save_top_k=-1",
         "callbacks.checkpoint.monitor=null",
+        "evaluation.temperatures=[0.0,0.7]",
+        "evaluation.budgets=[16,64]",
+        "logger=default",
         folder=shelf,
     )
 
@@ -88,6 +97,7 @@ def test_summary_report_and_table(whole: Path) -> None:
     table = (whole / "stdout.txt").read_text()
     assert "tau greedy" in table
     assert max(len(line) for line in table.splitlines()) <= 80
+    assert "not known yet: no run of these shapes has ended here; said after step 2" in (whole / "stderr.txt").read_text()
 
 
 def test_export_is_the_served_format(whole: Path) -> None:
@@ -123,7 +133,7 @@ def test_metrics_go_to_csv_and_to_an_offline_wandb_run(whole: Path) -> None:
 
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(whole: Path, shelf: Path) -> None:
     checkpoint = whole / "checkpoints" / "step=2.ckpt"
-    resumed = train(f"ckpt_path='{checkpoint}'", folder=shelf)
+    resumed = train(f"ckpt_path='{checkpoint}'", "evaluation.temperatures=[0.0,0.7]", folder=shelf)
     weights = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for folder in (whole, resumed)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
@@ -133,13 +143,18 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(whole: Path, shelf
     assert second["responses_from_cache"] is True
 
 
-def test_a_checkpoint_of_other_settings_is_refused(whole: Path, shelf: Path) -> None:
-    checkpoint = whole / "checkpoints" / "step=2.ckpt"
-    done = run("train.py", *QUICK, f"ckpt_path='{checkpoint}'", "drafter.block_size=6", folder=shelf)
+def test_a_checkpoint_of_other_settings_or_data_is_refused(whole: Path, shelf: Path) -> None:
+    resume = f"ckpt_path='{whole / 'checkpoints' / 'step=2.ckpt'}'"
+    done = run("train.py", *QUICK, resume, "drafter.block_size=6", "seed=3", "optimizer.lr=0.5", folder=shelf)
     assert done.returncode == 2
-    assert (
-        done.stderr.strip().splitlines()[-1].startswith("error: ckpt_path: the checkpoint has drafter.block_size=8, this run 6")
-    )
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ckpt_path: the checkpoint has drafter.block_size=8, this run 6; ")
+    for words in ("optimizer.lr=0.01, this run 0.5", "seed=0, this run 3"):
+        assert words in line
+    assert "target" not in done.stderr.split("error:")[0], "it is said before the target is read"
+    done = run("train.py", *QUICK, resume, "data.train_prompts=16", folder=shelf)
+    assert done.returncode == 2
+    assert "the checkpoint has data (digest of the training rows)=" in done.stderr.strip().splitlines()[-1]
 
 
 def test_a_finished_run_is_not_resumed_in_silence(whole: Path, shelf: Path) -> None:
@@ -167,7 +182,7 @@ def test_progress_in_a_terminal(shelf: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(shelf / "cache"), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
     environment.pop("CI", None)
     folder = shelf / "runs" / "terminal"
-    command = [sys.executable, "train.py", *QUICK, "trainer.max_steps=10", "logger=csv", f"hydra.run.dir={folder}"]
+    command = [forked_python(), "train.py", *QUICK, "trainer.max_steps=10", f"hydra.run.dir={folder}"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
         os.close(terminal)
         shown = b""
@@ -199,6 +214,7 @@ def test_everything_optional_can_be_left_out(shelf: Path) -> None:
     ]
     folder = train(
         *off,
+        "logger=default",
         "logger.csv=null",
         "evaluation.temperatures=[1.0]",
         "trainer.accumulate_grad_batches=2",
@@ -217,11 +233,10 @@ def test_ctrl_c_ends_with_a_word_and_130(shelf: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(shelf / "cache"), "OMP_NUM_THREADS": "1"}
     folder = shelf / "runs" / "interrupted"
     command = [
-        sys.executable,
+        forked_python(),
         "train.py",
         *QUICK,
         "trainer.max_steps=4000",
-        "logger=csv",
         f"hydra.run.dir={folder}",
         "+callbacks.progress.lines=4000",
     ]
@@ -244,7 +259,7 @@ def test_own_prompts(shelf: Path) -> None:
     prompts = shelf / "mine.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def function_{i}(value):\n    return"}) + "\n" for i in range(30)))
     own = ["data=file", f"data.prompts={prompts}", "data.prompt_tokens=32", "data.row_tokens=256", "data.train_prompts=20"]
-    folder = train(*own, "data.response_tokens=40", "logger=csv", folder=shelf)
+    folder = train(*own, "data.response_tokens=40", folder=shelf)
     assert not (folder / "wandb").exists()
     summary = summary_of(folder)
     assert summary["lossless"] is True
@@ -253,10 +268,11 @@ def test_own_prompts(shelf: Path) -> None:
 
 def test_a_sweep_trains_each_and_a_failed_job_does_not_look_like_success(shelf: Path) -> None:
     folder = shelf / "sweep"
-    done = run("train.py", "-m", "seed=1,2", *QUICK, "logger=csv", f"hydra.sweep.dir={folder}", folder=shelf)
+    done = run("train.py", "-m", "seed=1,2", *QUICK, f"hydra.sweep.dir={folder}", folder=shelf)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (summary_of(folder / str(job)) for job in range(2))
     assert first["train_loss"] != second["train_loss"]
+    assert re.search(r"time      first step after .* in all .* as the last run of these shapes here", done.stderr)
     done = run("train.py", "-m", "drafter.block_size=1", f"hydra.sweep.dir={shelf / 'bad'}", folder=shelf)
     assert done.returncode == 1
     assert "error: job 0: drafter.block_size=1" in done.stderr

@@ -19,6 +19,7 @@ _COMMANDS = {
     "respond": ("responses.command", "let the target respond to prompts: from a server or here, resumable"),
     "on-policy": ("responses.on_policy_command", "say whether the target would have said what a file has it say"),
     "evaluate": ("decode.command", "decode prompts with and without an exported drafter"),
+    "replay": ("guard.command", "compute a step again that a run has saved, and say what is not finite first"),
     "export": ("export_command", "write a Lightning checkpoint's drafter in the served format"),
     "data": ("data.command", "preview documents with their supervised tokens; inspect what a data set comes to"),
     "mask": ("attention.command", "draw who sees whom in the drafter's attention, and the tiles it computes"),

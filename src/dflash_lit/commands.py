@@ -12,8 +12,9 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lit.errors import Interrupted, RankError, UserError
+from dflash_lit.stopping import PREEMPTS, stopping
 
-__all__ = ["exits_on_user_error", "one_line", "run_command"]
+__all__ = ["exits_on_user_error", "one_line", "run_command", "stop_code"]
 
 
 def one_line(error: BaseException) -> str:
@@ -32,6 +33,17 @@ def one_line(error: BaseException) -> str:
                 parts.append(text)
         current = current.__cause__
     return "; ".join(parts[:3]) or type(error).__name__
+
+
+def stop_code(error: Interrupted) -> int:
+    """Exit code of a run that was told to stop and has done so."""
+    return 0 if error.signal in PREEMPTS else 128 + error.signal
+
+
+def _stopped(error: Interrupted) -> str:
+    how = f"stopped by {stopping.name(error.signal)}" if error.signal in PREEMPTS else "interrupted"
+    saved = f"; ckpt_path={error.checkpoint} goes on from here" if error.checkpoint else " before there was anything to save"
+    return f"{how}{saved}" + (f"; {error.requeued}" if error.requeued else "")
 
 
 @contextmanager
@@ -53,8 +65,8 @@ def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
 
 
 def run_command(command: Callable[[], Any]) -> int:
-    """Run ``command``; its own exit code if it returns one, else 0; 2 with one line on stderr for wrong input, 130 if interrupted
-    (143 by SIGTERM).
+    """Run ``command``; its own exit code if it returns one, else 0; 2 with one line on stderr for wrong input, 130 if interrupted;
+    0 for a run that SIGTERM, SIGUSR1 or ``trainer.max_time`` has stopped.
 
     Other exceptions are defects or accidents and keep their traceback.
     """
@@ -69,9 +81,8 @@ def run_command(command: Callable[[], Any]) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except Interrupted as error:
-        saved = f"ckpt_path={error.checkpoint} goes on from here" if error.checkpoint else "before there was anything to save"
-        print(f"interrupted; {saved}", file=sys.stderr)
-        return 128 + error.signal
+        print(_stopped(error), file=sys.stderr)
+        return stop_code(error)
     except (KeyboardInterrupt, SystemExit) as error:
         # Lightning makes a SystemExit of Ctrl-C after it has shut down.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):

@@ -14,6 +14,8 @@ from typing import Any, Optional
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from dflash_lit.requeue import run_folder
+
 __all__ = ["TrainConfig", "register", "wandb_offline"]
 
 # OmegaConf reads these annotations at run time and wants Optional[...] rather than "| None" in older versions.
@@ -123,6 +125,10 @@ class PlacementSection:
     share: bool = False  # let target ranks share GPUs with others where there are too few (slow)
     timeout_s: float = 15.0  # a process not heard of for so long ends the run
     tolerate: int = 0  # target processes that may be missing at a time: training goes on with the others
+    interface: Optional[str] = (
+        None  # of the network; loopback on one host, else the one that leads to host 0; "all": listen on all
+    )
+    message_limit_gib: float = 4.0  # refuse messages between drafters and targets that are larger; features are none
 
 
 @dataclass
@@ -138,6 +144,9 @@ class TrainerSection:
     log_every_n_steps: int = 5
     enable_progress_bar: bool = True
     threads: Optional[int] = None  # CPU threads of torch; torch's own choice
+    max_time: Optional[str] = None  # DD:HH:MM:SS or hours, from the program's start: then it saves and ends with 0
+    save_within_s: float = 60.0  # of SIGTERM, SIGUSR1 or max_time: a run that has not ended by then fails
+    requeue: Optional[bool] = None  # after SIGUSR1 let SLURM start the run again; in a batch job
 
 
 @dataclass
@@ -186,7 +195,8 @@ def wandb_offline() -> bool:
 
 
 def register() -> None:
-    """Make the schema known to Hydra under the name ``schema``, and the resolver that conf/logger/wandb.yaml uses."""
+    """Make the schema known to Hydra under the name ``schema``, and the resolvers that conf/ uses."""
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     # A resolver, so that `--cfg job` shows the key and not one machine's answer.
     OmegaConf.register_new_resolver("wandb_offline", wandb_offline, replace=True)
     ConfigStore.instance().store(name="schema", node=TrainConfig)

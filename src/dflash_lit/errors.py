@@ -21,12 +21,15 @@ class Interrupted(BaseException):
 
     Attributes:
         signal: number of the signal that told it.
-        checkpoint: where it saved, None if there was nothing to save.
+        checkpoint: what goes on from there, None if there is nothing to go on from.
+        alone: only this rank has stopped; the others are to be told. Otherwise all have, at the same place.
+        requeued: what SLURM has said to that.
     """
 
-    def __init__(self, signal: int, checkpoint: str | None) -> None:
+    def __init__(self, signal: int, checkpoint: str | None, *, alone: bool = False) -> None:
         super().__init__(signal, checkpoint)
-        self.signal, self.checkpoint = signal, checkpoint
+        self.signal, self.checkpoint, self.alone = signal, checkpoint, alone
+        self.requeued = ""
 
 
 class Pruned(Interrupted):

@@ -19,11 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_lit.checkpoints.file import load
 from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
+from dflash_lit.files import read_json
 
-__all__ = ["drafter_from_checkpoint", "load_drafter", "read_config", "save_drafter", "served_config"]
+__all__ = ["drafter_from_checkpoint", "drafter_of", "load_drafter", "read_config", "save_drafter", "served_config"]
 
 _WEIGHTS, _PATH_HEAD, _CONFIG = "model.safetensors", "path_head.safetensors", "config.json"
 
@@ -130,12 +132,7 @@ def read_config(folder: str | Path) -> DrafterConfig:
     """The ``config.json`` of an exported folder; UserError naming file and field where it is wrong."""
     folder = Path(folder)
     path = folder / _CONFIG
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the folder of an exported drafter") from error
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({error})") from error
+    raw = read_json(path, "give the folder of an exported drafter")
     if not isinstance(raw, dict) or not isinstance(raw.get("dflash_config"), dict):
         raise UserError(f"{path}: has no dflash_config; is this a DFlash drafter?")
     own = raw["dflash_config"]
@@ -225,21 +222,25 @@ def load_drafter(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> D
 def drafter_from_checkpoint(path: str | Path) -> Drafter:
     """The drafter in a Lightning checkpoint of :class:`dflash_lit.module.DrafterModule` (fp32 masters).
 
-    The file is read with ``weights_only=True``: it cannot run code.
+    The file is read by :func:`dflash_lit.checkpoints.file.load`: it cannot run code.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such checkpoint; give a .ckpt file from a run's checkpoints folder")
+    return drafter_of(load(path, mmap=True), path)
+
+
+def drafter_of(saved: dict[str, Any], path: str | Path) -> Drafter:
+    """The same of a checkpoint that was read from ``path``.
+
+    Raises:
+        UserError: if it is none of this project, or weights and settings do not fit.
+    """
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
         config = DrafterConfig.from_dict(dict(saved["hyper_parameters"]["drafter"]))
         prefix = "drafter."
         weights = {k.removeprefix(prefix): v for k, v in saved["state_dict"].items() if k.startswith(prefix)}
     except UserError:
         raise
-    except Exception as error:  # torch.load raises many kinds for damaged files
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path}: is not a checkpoint of this project or is damaged ({reason[:120]})") from error
+    except Exception as error:  # whatever it holds instead
+        raise UserError(f"{path}: is not a checkpoint of this project ({type(error).__name__}: {str(error)[:120]})") from error
     drafter = Drafter(config)
     try:
         drafter.load_state_dict(weights)

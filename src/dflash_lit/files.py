@@ -1,11 +1,32 @@
-"""Files that are there completely or not at all."""
+"""Files that are there completely or not at all, and what is read from those that people may have changed."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-__all__ = ["write_whole"]
+from dflash_lit.errors import UserError
+
+__all__ = ["read_json", "write_whole"]
+
+
+def read_json(path: Path, advice: str) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        advice: what to give instead of a file that cannot be read.
+
+    Raises:
+        UserError: naming the file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error})") from error
 
 
 def write_whole(path: str | Path, text: str) -> Path:

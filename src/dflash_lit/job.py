@@ -23,6 +23,7 @@ import torch
 import transformers
 import wandb
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
@@ -30,7 +31,10 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 
-from dflash_lit.commands import one_line
+from dflash_lit.checkpoints.contract import CONTENT, compare
+from dflash_lit.checkpoints.file import load
+from dflash_lit.checkpoints.io import VerifiedCheckpointIO
+from dflash_lit.commands import one_line, stop_code
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
 from dflash_lit.data.chat_data import chat_data
@@ -60,8 +64,11 @@ from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
 from dflash_lit.responses.on_policy import PolicyQuestion, answer_policy
+from dflash_lit.stopping import stopping
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
+from dflash_lit.trained import forget_trained, metrics_of, note_trained
 from dflash_lit.watching.announce import announcement
+from dflash_lit.watching.pace import StepClock, pace_file, read_pace, write_pace
 from dflash_lit.watching.resumed import run_of_checkpoint
 
 __all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
@@ -132,6 +139,16 @@ class TakesSummary(Protocol):
         """Called on rank 0 when ``summary.json`` is written; ``drafter`` is the folder of the exported one."""
 
 
+class _Listen(Callback):
+    """First of all callbacks, when Lightning has set up its signal handlers."""
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stopping.again()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stopping.again()
+
+
 class Job:
     """One run, as one of its drafters sees it: its folder, its console, and the time each phase took.
 
@@ -148,8 +165,12 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.console = Console(stderr=True, quiet=not self.leads)
         self.phases: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.exported = self.folder / "drafter"
         self.started = time.monotonic()
+        self.pace_file = pace_file(cfg, plan, cache_folder(cfg.data.cache_dir))
+        self.last_pace = read_pace(self.pace_file)
+        self.clock = StepClock(self.started, say=self.last_pace is None)
 
     @property
     def leads(self) -> bool:
@@ -171,9 +192,12 @@ class Job:
                 code = 0
                 if isinstance(error, Pruned):  # as it was meant to be
                     wandb.run.summary["pruned_at_step"] = error.step
+                elif isinstance(error, Interrupted):
+                    wandb.run.summary["stopped_by"] = stopping.name(error.signal)
+                    code = stop_code(error)
                 elif error is not None:
                     wandb.run.summary["error"] = f"{type(error).__name__}: {one_line(error)}"
-                    code = 128 + error.signal if isinstance(error, Interrupted) else 1
+                    code = 1
                 wandb.finish(exit_code=code)
         finally:
             if self._wandb_data is None:
@@ -192,8 +216,9 @@ class Job:
     def announce(self) -> None:
         """Print what will happen, before anything heavy does."""
         if self.leads:
-            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_memory()
-            for name, text in announcement(self.cfg, self.plan, free).items():
+            gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+            free = torch.cuda.mem_get_info(self.device)[0] if gpu else free_memory()
+            for name, text in announcement(self.cfg, self.plan, free, pace=self.last_pace, gpu=gpu).items():
                 self.console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
     # -- building
@@ -228,8 +253,11 @@ class Job:
         return made["callbacks"], made["logger"]
 
     def _resumed(self, node: Any) -> dict[str, str]:
-        """For a W&B logger of a run that resumes another (``ckpt_path``): the id of that one's, unless the config gives one."""
-        if self.cfg.ckpt_path is None or not str(node.get("_target_")).endswith(".WandbLogger"):
+        """What a logger needs of the run whose checkpoint this one goes on from: W&B's its id, unless the config gives one; CSV its file."""
+        kind = str(node.get("_target_")).rsplit(".", 1)[-1]
+        if self.cfg.ckpt_path is not None and kind == "MetricsLogger":
+            return {"resumes": self.cfg.ckpt_path}
+        if self.cfg.ckpt_path is None or not kind.endswith("WandbLogger"):
             return {}
         if node.get("id") or node.get("version"):
             return {}
@@ -250,7 +278,7 @@ class Job:
             world.told(f"target/{rank}")  # has read its weights
         return RemoteTarget(
             world,
-            Channel(world, self.device, self.transport),
+            self._channel(world),
             self.plan.info,
             self.plan.drafter.target_layer_ids,
             device=self.device,
@@ -267,19 +295,31 @@ class Job:
         """Of features: NCCL if every rank of a host has a GPU of its own."""
         return transport_between([device.index for device in self.plan.devices])
 
+    def _channel(self, world: World) -> Channel:
+        return Channel(world, self.device, self.transport, limit_gib=self.cfg.placement.message_limit_gib)
+
     def serve(self) -> None:
         """What a target rank does instead of everything below."""
         world = self.world
         assert world is not None
         serve(
             world,
-            lambda: ServingChannel(world, self.device, self.transport),
+            lambda: ServingChannel(world, self.device, self.transport, limit_gib=self.cfg.placement.message_limit_gib),
             load_target(self.plan, self.cfg, self.device),
             self.plan.drafter.target_layer_ids,
             teacher=self.teacher,
             rows=self.cfg.data.rows_per_batch,
             row_tokens=self.cfg.data.row_tokens,
         )
+
+    def trained(self, trainer: L.Trainer) -> None:
+        """Training is over; what is left, to decode with the drafter, can be done by a run that resumes this one's checkpoint."""
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if not values and self.cfg.ckpt_path is not None:  # nothing was left to train
+            values = metrics_of(Path(self.cfg.ckpt_path).parent.parent)
+        self.metrics = values
+        if self.leads:
+            note_trained(self.folder, values)
 
     def leave(self, target: FrozenTarget | RemoteTarget) -> FrozenTarget | None:
         """Training is over: the other processes end. On rank 0 a whole target comes back, to decode with."""
@@ -289,6 +329,7 @@ class Job:
             self.world.goodbye()
         if not self.leads:
             return None
+        stopping.obey()
         return target if isinstance(target, FrozenTarget) else load_target(self.plan, self.cfg, self.device)
 
     def _prompts(self, target: FrozenTarget | RemoteTarget) -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
@@ -382,7 +423,15 @@ class Job:
             module.features = (train, val)
 
     def _make_data(self, target: FrozenTarget | RemoteTarget) -> JobData:
-        return self._chats(target) if self.cfg.data.kind == "chat" else self._responses(target)
+        make = self._chats if self.cfg.data.kind == "chat" else self._responses
+        if self.cfg.ckpt_path is None:
+            return make(target)
+        # What plan.py could not know yet, each before the work that comes next.
+        saved = load(self.cfg.ckpt_path, mmap=True)
+        compare(saved, {"drafter.target_fingerprint": target.fingerprint})
+        made = make(target)
+        compare(saved, {CONTENT: made.module.contract()[CONTENT]})
+        return made
 
     def _chats(self, target: FrozenTarget | RemoteTarget) -> JobData:
         """Conversations as they are."""
@@ -484,23 +533,7 @@ class Job:
     def module(self, target: FrozenTarget | RemoteTarget) -> DrafterModule:
         """The drafter, new or warm-started, under its training step."""
         cfg, plan = self.cfg, self.plan
-        config = {**plan.drafter.to_dict(), "target_fingerprint": target.fingerprint}
-        module = DrafterModule(
-            config,
-            target.ends(),
-            plan.objective.to_dict(),
-            anchors=cfg.drafter.anchors,
-            seed=cfg.seed,
-            optimizer=cfg.optimizer.kind,
-            lr=cfg.optimizer.lr,
-            betas=list(cfg.optimizer.betas),
-            weight_decay=cfg.optimizer.weight_decay,
-            warmup=cfg.optimizer.warmup,
-            tree_budgets=list(cfg.evaluation.tree_budgets),
-            feature_noise=cfg.drafter.feature_noise,
-            dense_limit_gib=cfg.drafter.dense_limit_gib,
-            compile_on_cpu=bool(cfg.drafter.compile),
-        )
+        module = DrafterModule(ends=target.ends(), **plan.module_settings(cfg, target.fingerprint))
         if cfg.drafter.init_from is not None:
             warm = load_drafter(cfg.drafter.init_from)
             # Complete but for a path head that the run adds to a drafter without one.
@@ -529,9 +562,13 @@ class Job:
         if not loggers:
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
         if self.leads:
+            callbacks = [*callbacks, self.clock]
             for logger in loggers:
                 logger.log_hyperparams(self.described())
+        # By its public way: Lightning would requeue a job by itself, and save inside of a signal handler.
+        alone = self.world is None and SLURMEnvironment.detect()
         return L.Trainer(
+            plugins=[VerifiedCheckpointIO(), *([SLURMEnvironment(auto_requeue=False)] if alone else [])],
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             strategy=self.strategy(target),
             devices=self.plan.layout.drafters,
@@ -550,7 +587,7 @@ class Job:
             enable_progress_bar=settings.enable_progress_bar,
             enable_model_summary=False,
             enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
-            callbacks=callbacks,
+            callbacks=[_Listen(), *callbacks],
             logger=loggers,
             default_root_dir=self.folder,
         )
@@ -627,8 +664,8 @@ class Job:
                 ]
         summary |= {
             "tau_untrained": self._untrained(target, data),
-            **{key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")},
-            "train_loss": float(trainer.callback_metrics.get("train/loss", math.nan)),
+            **{key: value for key, value in self.metrics.items() if key.startswith("val/")},
+            "train_loss": self.metrics.get("train/loss", math.nan),
             "steps": trainer.global_step,
             "target": self.plan.info.path,
             "validated_on_train": self.cfg.data.validate_on_train,
@@ -673,6 +710,7 @@ class Job:
         summary["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 3)
         summary["wall_s"] = round(time.monotonic() - self.started, 1)
         _write_json(self.folder / "summary.json", summary)
+        forget_trained(self.folder)
         config = OmegaConf.to_yaml(OmegaConf.structured(self.cfg) if not OmegaConf.is_config(self.cfg) else self.cfg)
         metrics_file = self.folder / "csv" / "metrics.csv"
         metrics = load_metrics(metrics_file) if metrics_file.is_file() else {}
@@ -681,6 +719,8 @@ class Job:
             if isinstance(callback, TakesSummary):
                 callback.on_summary(trainer, summary, self.exported)
         Console().print(closing_table(summary, _shown(report)))
+        if pace := self.clock.pace(time.monotonic(), runs=self.last_pace.runs + 1 if self.last_pace else 1):
+            write_pace(self.pace_file, pace)
 
 
 def _check_monitors(callbacks: Sequence[Callback], tree_budgets: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from dflash_lit.attention.block_mask import block_mask
 from dflash_lit.attention.dense import block_attention, dense_block_mask, refuse_large
 from dflash_lit.attention.mask import BlockLayout
 from dflash_lit.blocks import Blocks, draw_anchors, make_blocks, row_noise, slot_tokens
+from dflash_lit.checkpoints.contract import CONTRACT, compare, settings
+from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.decode.chain import head_logits
 from dflash_lit.decode.lattice import make_lattice
 from dflash_lit.drafter.compiled import CompiledDrafter
@@ -28,7 +30,7 @@ from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.drafter.noise import CompiledNoise, add_noise, noise_keys
 from dflash_lit.drafter.path_head import PathHead
-from dflash_lit.errors import UserError
+from dflash_lit.guard.probe import Probe, gradient_norms
 from dflash_lit.objective.config import Objective
 from dflash_lit.objective.head import HeadResult, fused_available, head_loss, tree_lengths
 from dflash_lit.objective.metrics import Ratios, accepted_lengths
@@ -70,6 +72,10 @@ class DrafterModule(L.LightningModule):
             made of has none.
         dense_limit_gib: refuse dense attention over this size.
         compile_on_cpu: run the drafter through its graphs on a CPU, too (a GPU always does).
+        tokenizer: digest of the target's, to be found in checkpoints; empty: unknown.
+
+    Attributes:
+        probe: is shown every step, and decides whether its update happens; None: all of them do.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class DrafterModule(L.LightningModule):
         feature_noise: float = 0.0,
         dense_limit_gib: float = 4.0,
         compile_on_cpu: bool = False,
+        tokenizer: str = "",
     ) -> None:
         super().__init__()
         objective = Objective(**(objective or {})).to_dict()
@@ -116,6 +123,9 @@ class DrafterModule(L.LightningModule):
         self.val_accuracy = Ratios(slots)
         self.val_survival = Ratios(slots)
         self._window: Tensor | None = None
+        self._losses: list[Tensor] = []
+        self._floor: Tensor | None = None
+        self.probe: Probe | None = None
         self.floor_ratio: Tensor
         if self.objective.top:
             # Of the step before; part of the checkpoint, so that a resumed run goes on with the same weights.
@@ -310,12 +320,18 @@ class DrafterModule(L.LightningModule):
 
     # -- training
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def results(self, batch: Batch) -> tuple[Blocks, HeadResult, HeadResult | None]:
+        """The forward pass of a training step: blocks, the loss's sums, and those of a path head if there is one."""
         blocks = self.blocks(batch, self.current_epoch)
         hidden = self(batch, blocks)
         result = self.loss(batch, blocks, hidden)
         # A path head learns from the same blocks; without one there is nothing to add.
-        path = None if self.drafter.path_head is None else self.loss(batch, blocks, self.tell(hidden, blocks))
+        return blocks, result, None if self.drafter.path_head is None else self.loss(batch, blocks, self.tell(hidden, blocks))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        blocks, result, path = self.results(batch)
+        if self.probe is not None:
+            self.probe.rows(batch, result.nll if path is None else result.nll + path.nll)
         # Blocks with a label in every slot; one that was left out (objective.capacity) is none.
         complete = (blocks.label_ok.flatten(0, 1) & (result.rank < self.head.shape[0])).all(dim=-1)
         length = ((accepted_lengths(result.hit) + 1) * complete).sum()
@@ -345,9 +361,13 @@ class DrafterModule(L.LightningModule):
         """Turn summed gradients into those of the global mean, and log it."""
         assert self._window is not None, "an optimizer step without a training step"
         # The mean over ranks times their number is the sum; the gradients were averaged over ranks, too.
-        total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
+        window = self._window if self.probe is None else torch.cat([self._window, self.probe.bad_rows()])
+        total = self.trainer.strategy.reduce(window, reduce_op="sum")
         assert isinstance(total, Tensor)
         self._window = None
+        self._losses = []
+        if self.probe is not None:
+            total, self._bad_rows = total[:-1], total[-1:]
         parts = self._parts()
         losses = total[3 : 3 + 2 * len(parts)].unflatten(0, (-1, 2))
         for name, parameters, (numerator, denominator) in zip(("train/loss", "train/path_loss"), parts, losses, strict=False):
@@ -357,10 +377,11 @@ class DrafterModule(L.LightningModule):
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-            self.log(name, numerator / denominator)
+            self._losses.append(numerator / denominator)
+            self.log(name, self._losses[-1])
         if self.objective.top:
             tree, floor = total[-2:]
-            self.floor_ratio.copy_(self.objective.floor_ratio(tree, floor))
+            self._floor = self.objective.floor_ratio(tree, floor)
         self.log("train/chain_eal", total[0] / total[1].clamp(min=1))
         if self.objective.capacity < 1:
             self.log("train/dropped_labels", total[2])
@@ -381,15 +402,33 @@ class DrafterModule(L.LightningModule):
     ) -> None:
         """Clip by the norm over all gradients of a part, without a wait for the device; logs the norm before.
 
+        The probe then says whether the step is one: the optimizer reads that from ``found_inf``, as it would of a gradient scaler.
+
         Lightning's own refuses a fused optimizer under mixed precision, because a fused step could undo the loss scale of
         fp16 itself. There is no scale in bf16.
         """
+        every, totals = [], []
         for name, parameters in zip(("train/gradient_norm", "train/path_gradient_norm"), self._parts(), strict=False):
+            norms = gradient_norms([p.grad for p in parameters if p.grad is not None])
+            total = torch.linalg.vector_norm(norms)
             if gradient_clip_val is not None:
-                norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
-            else:
-                norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            self.log(name, norm)
+                torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, total)
+            self.log(name, total)
+            every.append(norms)
+            totals.append(total)
+        floor = self._floor
+        if self.probe is not None:
+            skip = self.probe.decide(self.trainer.global_step + 1, self._bad_rows, self._losses, totals, torch.cat(every))
+            optimizer.found_inf = skip  # type: ignore[attr-defined]
+            floor = None if floor is None else torch.where(skip.bool(), self.floor_ratio, floor)
+        if floor is not None:
+            self.floor_ratio.copy_(floor)
+
+    def probed(self) -> tuple[tuple[str, ...], dict[str, Parameter]]:
+        """Names of the losses, and the parameters by name in the order in which :class:`Probe` gets their gradients."""
+        parts = self._parts()
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        return ("train/loss", "train/path_loss")[: len(parts)], {names[id(p)]: p for part in parts for p in part}
 
     def make_optimizer(self) -> Optimizer:
         """Over the drafter's parameters, with the settings given."""
@@ -440,45 +479,21 @@ class DrafterModule(L.LightningModule):
 
     # -- checkpoint
 
+    def contract(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint of this one must have in common with it."""
+        try:
+            data = self.trainer.datamodule  # type: ignore[attr-defined]
+        except RuntimeError:  # not attached to a Trainer
+            data = None
+        return {**settings(self.hparams), **(data.contract() if isinstance(data, RowDataModule) else {})}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CONTRACT] = self.contract()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to resume a checkpoint of another drafter, target or mask token.
+        """Refuse to resume a checkpoint of another drafter, target, objective or optimizer, or of other data.
 
         Raises:
-            UserError: naming the first field that differs, and both values.
+            UserError: naming every field that differs, and both values.
         """
-        saved = checkpoint["hyper_parameters"]
-        ours = self.config.to_dict()
-        # Of checkpoints from before a field was added; with lists for tuples, as in to_dict().
-        standard_drafter = {
-            field.name: list(field.default) if isinstance(field.default, tuple) else field.default
-            for field in fields(DrafterConfig)
-            if field.default is not MISSING
-        }
-        compared = {
-            f"drafter.{name}": (saved["drafter"].get(name, standard_drafter.get(name)), value) for name, value in ours.items()
-        }
-        # Chunking and the form of checkpointing change memory, not results.
-        standard = Objective().to_dict()  # of checkpoints from before a field was added
-        names = ["labels", "weights", "gamma", "alpha", "capacity"]
-        if self.objective.labels == "soft":
-            names.append("temperature")
-        if self.objective.weights == "tree_survival":
-            names += ["tree_budget", "tree_temperature", "floor", "floor_weights"]
-        for name in names:
-            then = saved["objective"].get(name, standard[name])
-            compared[f"objective.{name}"] = (then, self.objective.to_dict()[name])
-        compared |= {
-            "drafter.anchors": (saved.get("anchors"), self.anchors),
-            "drafter.feature_noise": (saved.get("feature_noise", 0.0), self.feature_noise),
-            "seed": (saved.get("seed"), self.seed),
-            "optimizer.kind": (saved.get("optimizer"), self.optimizer_kind),
-        }
-        # Lightning restores these with the optimizer, so another value would silently have no effect.
-        for name in ("lr", "betas", "weight_decay"):
-            compared[f"optimizer.{name}"] = (saved.get(name), self.hparams[name])
-        for key, (then, now) in compared.items():
-            if then != now:
-                raise UserError(
-                    f"ckpt_path: the checkpoint has {key}={then}, this run {now}; "
-                    "resume with the settings it was made with, or start a new run from its export (drafter.init_from)"
-                )
+        compare(checkpoint, self.contract())

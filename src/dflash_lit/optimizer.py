@@ -40,6 +40,9 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
 class MuonWithAdamW(Optimizer):
     """Muon for the matrices (two dimensions), AdamW for the other parameters.
 
+    As torch's fused optimizers it goes by an attribute ``found_inf``, if that is set: a scalar on the device of the parameters. If
+    it is 1, a step leaves parameters and state as they are to the last bit, whatever the gradients. The host does not wait to know.
+
     Args:
         parameters: of the model.
         lr: of both; Muon's update is scaled to the size of AdamW's.
@@ -71,37 +74,49 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found = getattr(self, "found_inf", None)
+        skip = None if found is None else found.bool()
         for group in self.param_groups:
             update = self._muon if group["kind"] == "muon" else self._adamw
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    update(parameter, group)
+                    update(parameter, group, skip)
         return loss
 
-    def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _muon(self, parameter: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
         state = self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
-        average, grad = state["momentum"], parameter.grad
+        grad = parameter.grad
         assert grad is not None
-        average.lerp_(grad, 1 - group["momentum"])
+        average = _unless(skip, state["momentum"], state["momentum"].lerp(grad, 1 - group["momentum"]))
         ahead = grad.lerp(average, group["momentum"])
         scale = 0.2 * math.sqrt(max(parameter.shape))
-        parameter.add_(orthogonal(ahead).to(parameter.dtype), alpha=-group["lr"] * scale)
+        decayed = parameter * (1 - group["lr"] * group["weight_decay"])
+        _unless(skip, parameter, decayed.add_(orthogonal(ahead).to(parameter.dtype), alpha=-group["lr"] * scale))
 
-    def _adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _adamw(self, parameter: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
         state = self.state[parameter]
         if not state:
-            state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
+            state.update(mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
+        # On the device, since only it knows how many steps were done. In older checkpoints it is a number.
+        step = torch.as_tensor(state.get("step", 0), dtype=torch.float64, device=parameter.device)
+        if "step" not in state or step is not state["step"]:
+            state["step"] = step.clone()
         first, second = group["betas"]
         grad = parameter.grad
         assert grad is not None
-        state["step"] += 1
-        state["mean"].lerp_(grad, 1 - first)
-        state["square"].lerp_(grad.square(), 1 - second)
-        root = (state["square"] / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
-        parameter.addcdiv_(state["mean"], root, value=-group["lr"] / (1 - first ** state["step"]))
+        step = _unless(skip, state["step"], state["step"] + 1)
+        mean = _unless(skip, state["mean"], state["mean"].lerp(grad, 1 - first))
+        square = _unless(skip, state["square"], state["square"].lerp(grad.square(), 1 - second))
+        root = (square / (1 - second**step)).sqrt_().add_(group["eps"])
+        decayed = parameter * (1 - group["lr"] * group["weight_decay"])
+        _unless(skip, parameter, decayed - mean / root * (group["lr"] / (1 - first**step)))
+
+
+def _unless(skip: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
+    """Make ``before`` what is ``after``, in place, unless ``skip`` is true."""
+    return before.copy_(after) if skip is None else torch.where(skip, before, after, out=before)
 
 
 def make_optimizer(module: nn.Module, kind: str, *, lr: float, betas: tuple[float, float], weight_decay: float) -> Optimizer:

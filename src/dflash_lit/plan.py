@@ -13,15 +13,21 @@ from typing import Any
 import torch
 
 from dflash_lit.attention.dense import refuse_large
+from dflash_lit.checkpoints.contract import BATCHES, compare, settings
+from dflash_lit.checkpoints.file import load
 from dflash_lit.config import DrafterSection, PlacementSection, TrainConfig
 from dflash_lit.data.chat_data import store_settings
 from dflash_lit.data.sources import find_sources
 from dflash_lit.drafter.config import FULL, SLIDING, DrafterConfig, feature_layers
 from dflash_lit.errors import UserError
-from dflash_lit.export import drafter_from_checkpoint, read_config
+from dflash_lit.export import drafter_of, read_config
 from dflash_lit.objective.config import Objective
+from dflash_lit.placement.interfaces import check_interface
 from dflash_lit.placement.layout import Layout, device_name, devices
+from dflash_lit.requeue import wanted
+from dflash_lit.stopping import duration
 from dflash_lit.target.frozen import TargetInfo
+from dflash_lit.trained import left_to_decode
 
 __all__ = ["Plan", "derive_drafter", "make_plan"]
 
@@ -54,6 +60,29 @@ class Plan:
     def device(self) -> torch.device:
         """That of local rank 0."""
         return self.devices[0]
+
+    def module_settings(self, cfg: TrainConfig, fingerprint: str = "") -> dict[str, Any]:
+        """Arguments of :class:`dflash_lit.module.DrafterModule`, but for the target's ends.
+
+        Args:
+            fingerprint: of the target; empty as long as its weights were not read.
+        """
+        return {
+            "drafter": {**self.drafter.to_dict(), "target_fingerprint": fingerprint},
+            "objective": self.objective.to_dict(),
+            "anchors": cfg.drafter.anchors,
+            "seed": cfg.seed,
+            "optimizer": cfg.optimizer.kind,
+            "lr": cfg.optimizer.lr,
+            "betas": list(cfg.optimizer.betas),
+            "weight_decay": cfg.optimizer.weight_decay,
+            "warmup": cfg.optimizer.warmup,
+            "tree_budgets": list(cfg.evaluation.tree_budgets),
+            "feature_noise": cfg.drafter.feature_noise,
+            "dense_limit_gib": cfg.drafter.dense_limit_gib,
+            "compile_on_cpu": bool(cfg.drafter.compile),
+            "tokenizer": self.info.tokenizer_digest,
+        }
 
 
 def _positive(section: str, values: object, *names: str) -> None:
@@ -208,6 +237,9 @@ def _layout(placement: PlacementSection) -> Layout:
         raise UserError(f"placement.prefetch={placement.prefetch}: must be at least 0")
     if not 2 <= placement.timeout_s < math.inf:
         raise UserError(f"placement.timeout_s={placement.timeout_s:g}: must be at least 2 seconds")
+    if not 0.001 <= placement.message_limit_gib < math.inf:  # less than a message about what is too large
+        raise UserError(f"placement.message_limit_gib={placement.message_limit_gib:g}: must be at least 0.001")
+    check_interface(placement.interface)
     layout = Layout(placement.targets, placement.drafters, placement.hosts)
     spare = layout.hosts * max(layout.targets - 1, 0)
     if not 0 <= placement.tolerate <= spare:
@@ -269,6 +301,11 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         raise UserError(
             f"trainer.precision={cfg.trainer.precision!r}: choose {' or '.join(_PRECISIONS)} (the masters are fp32 in both)"
         )
+    if cfg.trainer.max_time is not None:
+        duration(cfg.trainer.max_time)
+    if not 0 < cfg.trainer.save_within_s < math.inf:
+        raise UserError(f"trainer.save_within_s={cfg.trainer.save_within_s:g}: must be positive")
+    wanted(cfg.trainer.requeue)
     if cfg.target.dtype not in (None, *_DTYPES):
         raise UserError(f"target.dtype={cfg.target.dtype!r}: choose {', '.join(_DTYPES)}")
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
@@ -316,20 +353,12 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         if warm.path_width not in (0, drafter.path_width):  # a drafter without a path head may be given one
             theirs, ours = warm.path_width, drafter.path_width
             raise UserError(f"drafter.init_from: that drafter has path_width={theirs}, this run {ours}; set them equal")
-    if cfg.ckpt_path is not None and checkpoint:
-        drafter_from_checkpoint(cfg.ckpt_path)  # refuses what is no checkpoint before any work is done
-        done = int(torch.load(cfg.ckpt_path, map_location="cpu", weights_only=True, mmap=True).get("global_step", 0))
-        if done >= cfg.trainer.max_steps:
-            raise UserError(
-                f"ckpt_path={cfg.ckpt_path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train; "
-                "dflash-lit export writes its drafter"
-            )
     if device.type == "cpu":  # on a GPU the drafter's attention is never dense
         queries = cfg.drafter.anchors * cfg.drafter.block_size
         refuse_large(
             cfg.data.rows_per_batch, drafter.num_attention_heads, queries, cfg.data.row_tokens, cfg.drafter.dense_limit_gib
         )
-    return Plan(
+    plan = Plan(
         info=info,
         drafter=drafter,
         objective=objective,
@@ -340,3 +369,20 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         val_every=min(cfg.trainer.val_every or max(cfg.trainer.max_steps // 5, 1), cfg.trainer.max_steps),
         max_new_tokens=cfg.evaluation.max_new_tokens or cfg.data.response_tokens,
     )
+    if cfg.ckpt_path is not None and checkpoint:
+        _check_checkpoint(cfg.ckpt_path, cfg, plan)
+    return plan
+
+
+def _check_checkpoint(path: str, cfg: TrainConfig, plan: Plan) -> None:
+    """Refuse what cannot be gone on from, before any work is done. What only the target's weights and the data tell is compared later."""
+    saved = load(path, mmap=True)
+    batches = (cfg.data.rows_per_batch, plan.layout.drafter_world, cfg.trainer.accumulate_grad_batches)
+    known = {"data.row_tokens": cfg.data.row_tokens, **dict(zip(BATCHES, batches, strict=True))}
+    compare(saved, {**settings(plan.module_settings(cfg)), **known})
+    drafter_of(saved, path)
+    if (done := int(saved.get("global_step", 0))) >= cfg.trainer.max_steps and not left_to_decode(path):
+        raise UserError(
+            f"ckpt_path={path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train; "
+            "dflash-lit export writes its drafter"
+        )

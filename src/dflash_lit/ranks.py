@@ -20,6 +20,8 @@ from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.started import Started, how_started
 from dflash_lit.placement.world import World, follow, lead
 from dflash_lit.plan import Plan, make_plan
+from dflash_lit.requeue import checkpoint_of, note_folder, requeue, wanted
+from dflash_lit.stopping import stopping
 from dflash_lit.sweeps.end import failed_jobs
 from dflash_lit.sweeps.outcome import run_job
 
@@ -42,7 +44,15 @@ def launch(main: Callable[[], object], train: Train, script: str) -> int:
         main: reads the command line and calls :func:`begin`.
         train, script: see :func:`begin`.
     """
-    return run_command(lambda: _lead(main) if how_started().leads else join(train, script))
+    with stopping.listening() if _leads() else contextlib.nullcontext():
+        return run_command(lambda: _lead(main) if how_started().leads else join(train, script))
+
+
+def _leads() -> bool:
+    try:
+        return how_started().leads
+    except UserError:  # said in a moment
+        return False
 
 
 def _lead(main: Callable[[], object]) -> int:
@@ -66,9 +76,18 @@ def _lead(main: Callable[[], object]) -> int:
     return code
 
 
-def _lead_run(layout: Layout, started: Started, text: str, script: str, timeout_s: float, tolerate: int = 0) -> World:
+def _lead_run(
+    layout: Layout,
+    started: Started,
+    text: str,
+    script: str,
+    timeout_s: float,
+    interface: str | None = None,
+    tolerate: int = 0,
+) -> World:
     _led.append(layout)
-    return lead(layout, started, text, command=[sys.executable, script], timeout_s=timeout_s, tolerate=tolerate)
+    command = [sys.executable, script]
+    return lead(layout, started, text, command=command, timeout_s=timeout_s, interface=interface, tolerate=tolerate)
 
 
 def begin(composed: DictConfig, train: Train, script: str) -> float | None:
@@ -80,10 +99,36 @@ def begin(composed: DictConfig, train: Train, script: str) -> float | None:
         script: run by the other processes of this host; it must call :func:`launch` as this process did.
     """
     register()  # a launcher's process has not run the script from its beginning
-    if _is_sweep():
-        return run_job(lambda: _begin(composed, train, script))
-    with exits_on_user_error():
-        return _begin(composed, train, script)
+    with stopping.listening():
+        try:
+            if _is_sweep():
+                return run_job(lambda: _begin(composed, train, script))
+            with exits_on_user_error():
+                return _or_again(composed, lambda: _begin(composed, train, script))
+        finally:
+            stopping.end()
+
+
+def _or_again(composed: DictConfig, run: Callable[[], float | None]) -> float | None:
+    """A run as a batch job of SLURM, which may start it again."""
+    folder = Path(composed.paths.output_dir)
+    if (checkpoint := checkpoint_of(folder)) is not None:
+        if (folder / "summary.json").is_file():
+            print(f"{folder}: this run has ended before SLURM started the job again; nothing is left to do", file=sys.stderr)
+            return None
+        composed.ckpt_path = checkpoint
+        print(f"started again by SLURM; going on from ckpt_path={checkpoint}", file=sys.stderr)
+    note_folder(folder)
+    try:
+        return run()
+    except Interrupted as stop:
+        if stop.signal == signal.SIGUSR1 and wanted(composed.trainer.requeue):
+            try:
+                stop.requeued = requeue()
+            except UserError as error:
+                saved = f"ckpt_path={stop.checkpoint} goes on from here; " if stop.checkpoint else ""
+                raise UserError(f"{saved}{error}") from None
+        raise
 
 
 def _begin(composed: DictConfig, train: Train, script: str) -> float | None:
@@ -92,6 +137,8 @@ def _begin(composed: DictConfig, train: Train, script: str) -> float | None:
     quiet_libraries()
     started, plan = how_started(), make_plan(cfg)
     started.check(plan.layout)
+    settings = cfg.trainer
+    stopping.begin(limit_s=settings.save_within_s, max_time=settings.max_time, checkpoint=cfg.ckpt_path, per_job=_is_sweep())
     if plan.layout.world == 1:
         return train(cfg, plan, None)
     if started.by == "torchrun" and cfg.placement.tolerate:
@@ -104,7 +151,8 @@ def _begin(composed: DictConfig, train: Train, script: str) -> float | None:
     if cfg.ckpt_path is not None:
         told.ckpt_path = str(Path(cfg.ckpt_path).absolute())  # the others may stand in another folder
     text = OmegaConf.to_yaml(told)
-    with _lead_run(plan.layout, started, text, script, cfg.placement.timeout_s, cfg.placement.tolerate) as world:
+    placement = cfg.placement
+    with _lead_run(plan.layout, started, text, script, placement.timeout_s, placement.interface, placement.tolerate) as world:
         return train(cfg, plan, world)
 
 

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from callbacks.acceptance import Acceptance
 from callbacks.compile_warmup import CompileWarmup
+from callbacks.finite_guard import FiniteGuard
 from dflash_lit.attention.compiled import RecompileError
 from dflash_lit.compilation.seal import graphs_made
 from dflash_lit.data.datamodule import RowDataModule
@@ -92,7 +93,9 @@ class Watch(L.Callback):
 
 def fit(target: FrozenTarget, folder: Path, *, warm: bool, compile_on_cpu: bool = True) -> tuple[Watch, L.Trainer]:
     watch = Watch()
-    fitter = trainer(target, folder, [*([CompileWarmup()] if warm else []), watch], accumulate_grad_batches=2)
+    # With a guard, which is to need no graphs and to change nothing.
+    callbacks = [CompileWarmup(), FiniteGuard(str(folder), spikes="rollback", weights_every=2)] if warm else []
+    fitter = trainer(target, folder, [*callbacks, watch], accumulate_grad_batches=2)
     fitter.fit(build(target, compile_on_cpu=compile_on_cpu), rows())
     return watch, fitter
 

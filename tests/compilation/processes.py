@@ -18,7 +18,15 @@ import torch
 __all__ = ["CONTEXT", "Child", "alone", "pick"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["dflash_lit.attention.compiled", "torch._inductor.compile_fx", "torch._inductor.async_compile"])
+
+
+def preload() -> None:
+    """What the server imports when it starts, with the first process."""
+    modules = ["dflash_lit.attention.compiled", "torch._inductor.compile_fx", "torch._inductor.async_compile"]
+    CONTEXT.set_forkserver_preload(modules)
+
+
+preload()
 
 TIMEOUT = 120.0
 

@@ -220,19 +220,56 @@ def test_what_the_user_can_mend_is_raised_at_once(monkeypatch: pytest.MonkeyPatc
     assert failing.calls == 1
 
 
+def test_short_memory_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_lit.compilation.cache.DELETING_S", 60.0)
+    failing = Failing(1, lambda: torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        surviving_deletion(failing)
+    assert failing.calls == 1
+
+
+def test_an_entry_that_a_deletion_left_in_part_costs_time_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton writes the list of a kernel's files last: a deletion between leaves a list of files that are not there, for ever."""
+    monkeypatch.setattr("dflash_lit.compilation.cache.DELETING_S", 0.1)
+    entry = cache_dir() / "triton" / "XYZ" / "__grp__kernel.json"
+    fill(entry.parent, **{entry.name: "{}"})
+
+    def compiles() -> str:
+        if (Path(os.environ[TRITON]) / "XYZ" / entry.name).exists():
+            raise KeyError("Unknown key: 'cubin'")
+        return os.environ[INDUCTOR]
+
+    assert surviving_deletion(compiles) != str(cache_dir())
+    assert "held a broken entry (KeyError: \"Unknown key: 'cubin'\"), and was cleared" in caplog.text
+    assert not entry.exists()
+    assert surviving_deletion(compiles) == str(cache_dir())
+
+
 @pytest.mark.parametrize(
     "error",
     [
         ValueError,
         lambda: missing(Path("/data/rows.arrow")),
         lambda: RuntimeError(f"{cache_dir()}/ab/x.main.cpp:3:10: fatal error: omp.h: No such file or directory"),
-        KeyboardInterrupt,
     ],
 )
-def test_other_errors_are_raised(error: Callable[[], BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_raised_by_the_second_attempt(
+    error: Callable[[], BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dflash_lit.compilation.cache.DELETING_S", 0.1)
-    failing = Failing(1, error)
+    fill(cache_dir(), kept="")
+    failing = Failing(9, error)
     with pytest.raises(type(error())):
+        surviving_deletion(failing)
+    assert failing.calls == 2
+    assert (cache_dir() / "kept").exists()
+
+
+def test_an_interrupt_is_none_of_its_business() -> None:
+    failing = Failing(9, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
         surviving_deletion(failing)
     assert failing.calls == 1
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from dflash_lit.attention.compiled import compiled
 from dflash_lit.compilation.warmup import WarmupError, in_turn, undisturbed, warm_up
 from dflash_lit.errors import UserError
+from tests.compilation import processes
 
 RANKS = 3
 
@@ -55,7 +56,8 @@ def _rank(rank: int, folder: Path, fails: int | None) -> None:
 
 
 def _start(folder: Path, fails: int | None = None) -> None:
-    mp.spawn(_rank, (folder, fails), nprocs=RANKS)
+    processes.preload()
+    mp.start_processes(_rank, (folder, fails), nprocs=RANKS, start_method="forkserver")
 
 
 def test_later_ranks_find_what_the_first_compiled(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from callbacks.compile_warmup import CompileWarmup
+from callbacks.finite_guard import FiniteGuard
 from dflash_lit.attention.block_mask import block_mask
 from dflash_lit.attention.dense import full_attention
 from dflash_lit.attention.mask import BlockLayout
@@ -171,10 +172,11 @@ class NoWaiting(L.Callback):
 )
 def test_a_steady_step_never_waits_for_the_device(target: FrozenTarget, tmp_path: Path, settings: dict[str, Any]) -> None:
     watch = NoWaiting()
+    guard = FiniteGuard(str(tmp_path), spikes="rollback", keep_every=10, weights_every=2)
     fitter = trainer(
         target,
         tmp_path,
-        [CompileWarmup(), watch],
+        [CompileWarmup(), guard, watch],
         logger=CSVLogger(tmp_path),
         max_steps=12,
         accumulate_grad_batches=2,
@@ -189,6 +191,36 @@ def test_a_steady_step_never_waits_for_the_device(target: FrozenTarget, tmp_path
     assert watch.batches == 2 * (watch.last - watch.first)
     assert watch.graphs[0] == watch.graphs[-1] > 0  # nothing was compiled after the first batch
     assert float(fitter.callback_metrics["train/loss"]) > 0
+
+
+class Spoil(L.Callback):
+    """Makes a feature of the third step NaN, and keeps weights and optimizer state after each step."""
+
+    def __init__(self) -> None:
+        self.states: list[list[Tensor]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            batch["features"] = batch["features"].clone()
+            batch["features"][1, 3, 5] = torch.nan
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        state = [x for values in trainer.optimizers[0].state.values() for x in values.values()]
+        self.states.append([x.detach().clone() for x in (*pl_module.parameters(), *state)])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_that_is_not_finite_is_left_out_on_the_device(target: FrozenTarget, tmp_path: Path, optimizer: str) -> None:
+    module, spoil = build(target), Spoil()
+    module.optimizer_kind = optimizer
+    guard = FiniteGuard(str(tmp_path / "bad_steps"))
+    trainer(target, tmp_path, [CompileWarmup(), guard, spoil], max_steps=6, limit_val_batches=0).fit(module, data())
+    same = [
+        all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in zip(spoil.states, spoil.states[1:], strict=False)
+    ]
+    assert same == [False, True, False, False, False]
+    assert guard.skip_count == 1
+    assert (tmp_path / "bad_steps" / "step=3" / "step.json").is_file()
 
 
 @pytest.mark.parametrize("path_width", [0, 32])

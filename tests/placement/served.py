@@ -19,7 +19,8 @@ from torch import Tensor
 from dflash_lit.errors import UserError
 from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.layout import Layout, Role
-from dflash_lit.placement.link import _ROWS, _bytes
+from dflash_lit.placement.link import _ROWS
+from dflash_lit.placement.messages import as_bytes
 from dflash_lit.placement.remote_target import Asked, RemoteTarget
 from dflash_lit.placement.started import how_started
 from dflash_lit.placement.strategy import LocalTarget
@@ -212,7 +213,7 @@ def not_received(world: World, channel: Channel) -> dict[str, Any]:
     buffers = [torch.empty(ROWS, TOKENS, width) for width in (2 * 256, 256)]
     for _ in range(wanted):
         for buffer in buffers:
-            channel.links[2]._data.recv([_bytes(buffer)], 1, 5).wait()
+            channel.links[2]._data.recv([as_bytes(buffer)], 1, 5).wait()
     return {"ahead": ahead, "then": world.told("computed") - before}
 
 

@@ -20,6 +20,7 @@ from dflash_lit.placement.layout import Layout
 from dflash_lit.placement.started import Started
 from dflash_lit.placement.world import lead
 from dflash_lit.target.frozen import TargetInfo
+from tests.fork_server import forked_python
 from tests.placement.test_same_run import SMALL, metrics, seen
 from tests.test_conf import configured, make_plan
 from tests.test_train import ROOT
@@ -46,6 +47,7 @@ class Shelf:
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
             "LAUNCH_TEST": str(folder),
+            "PYTHON_EXEC": forked_python(),  # for torchrun
         }
 
     def run(self, *commands: tuple[Sequence[str], dict[str, str]], timeout: float = 300) -> list[Finished]:
@@ -103,7 +105,7 @@ def visible() -> set[Path]:
 
 
 def train(*overrides: str) -> list[str]:
-    return [sys.executable, "train.py", *overrides]
+    return [forked_python(), "train.py", *overrides]
 
 
 def torchrun(processes: int, *overrides: str) -> list[str]:

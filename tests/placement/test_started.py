@@ -71,7 +71,7 @@ def test_by_hand_on_the_second_of_two_hosts(environment: pytest.MonkeyPatch) -> 
 def test_by_us(environment: pytest.MonkeyPatch) -> None:
     """Whatever else is set: torchrun or SLURM may have started the process that started this one."""
     set_all(environment, {**SLURM, "SLURM_NTASKS": "2"})
-    for name, value in child_environment(Started("hand", host=1), 3, "10.0.0.1", 29400).items():
+    for name, value in child_environment(Started("hand", host=1), 3, "10.0.0.1", 29400, "s" * 32).items():
         environment.setenv(name, value)
     started = how_started()
     assert started == Started("us", host=1, local_rank=3, address="10.0.0.1", port=29400)
@@ -100,6 +100,8 @@ def test_by_slurm(environment: pytest.MonkeyPatch) -> None:
     assert started.others_wait
     set_all(environment, {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"})
     assert (how_started().address, how_started().port) == ("10.0.0.9", 4711)
+    set_all(environment, {"SLURM_NTASKS": "4", "SLURM_NODEID": "0"})  # all on one node: nobody else has to reach it
+    assert how_started().address == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,8 @@ def test_a_target_has_no_place_there() -> None:
 
 def test_a_child_inherits_the_rest(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    made = child_environment(Started("hand"), 1, "127.0.0.1", 4711)
+    made = child_environment(Started("hand"), 1, "127.0.0.1", 4711, "s" * 32)
     assert made["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert made["PATH"] == os.environ["PATH"]
+    assert made["DFLASH_LIT_SECRET"] == "s" * 32
     assert all(isinstance(value, str) for value in made.values())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import signal
 import socket
+import stat
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,13 @@ from dflash_lit.errors import UserError
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout
 from dflash_lit.placement.members import LOG, Entry, Members, add
+from dflash_lit.placement.secret import ForgedError
 from dflash_lit.placement.started import Started, how_started, rejoin_line
 from dflash_lit.placement.watch import Watch, beats_of
-from dflash_lit.placement.world import _life, follow
+from dflash_lit.placement.world import Run, _life, follow
 from dflash_lit.plan import _layout
 from tests.placement.test_same_run import assert_same, column, metrics
+from tests.placement.test_security import SECRET, signed
 from tests.test_train import run
 
 STEPS = 300
@@ -49,7 +54,7 @@ def disturbed(shelf: Path) -> dict[str, Any]:
         steps=STEPS,
         targets=2,
         every=0.2,
-        mib=8.0,
+        mib=16.0,  # caches are filled meanwhile
         kills=[Kill(round(0.8 * STEPS), 2, signal.SIGSTOP)],
         restarts=1,
         planted=1,
@@ -100,11 +105,18 @@ def test_nothing_grows_while_targets_come_and_go(disturbed: dict[str, Any]) -> N
     assert [event["kind"] for event in disturbed["events"]] == ["restarted", "back", "SIGSTOP"]
 
 
+def test_the_secret_by_which_a_rank_comes_back_is_not_printed(shelf: Path, disturbed: dict[str, Any]) -> None:
+    path = shelf / "config/dflash_lit/secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(path.read_text().strip()) == 64
+    assert path.read_text().strip() not in (shelf / "said.txt").read_text()
+
+
 # -- what cannot be done without
 
 
 def test_one_more_than_is_tolerated_ends_the_run() -> None:
-    layout, store = Layout(3, 1), dist.HashStore()
+    layout, store = Layout(3, 1), signed(dist.HashStore())
     beats_of(layout, store)
     quiet: dict[str, Any] = {"flow": Flow, "children": lambda: None, "parent": None, "keeper": "rank 0", "end": lambda: None}
     changes: list[Entry] = []
@@ -129,8 +141,8 @@ def test_one_more_than_is_tolerated_ends_the_run() -> None:
     [(0, "is no target rank"), (4, "is no target rank"), (3, r"rank 3 \(target, host 0\) was not lost")],
 )
 def test_a_rank_that_cannot_come_back(local_rank: int, error: str) -> None:
-    layout, store = Layout(3, 1), dist.HashStore()
-    beats_of(layout, dist.PrefixStore("watch", store))
+    layout, store = Layout(3, 1), signed(dist.HashStore())
+    beats_of(layout, store.under("watch"))
     with pytest.raises(UserError, match=f"DFLASH_LIT_REJOIN={local_rank}: {error}"):
         _life(layout, Started("rejoin", 0, local_rank), store)
 
@@ -147,6 +159,31 @@ def test_a_run_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(UserError, match="start a lost target rank again with the line that the run printed"):
         how_started()
+
+
+def test_a_process_with_another_secret_cannot_take_a_lost_ranks_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, door = Layout(2, 1), socket.create_server(("127.0.0.1", 0))
+    port = door.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20), master_listen_fd=door.detach()
+    )
+    ours = Run.begin(SECRET, store).of(store)
+    beats_of(layout, ours.under("watch"))
+    log = add(ours.under("watch"), b"[]", Entry("joined", 2))
+    log = add(ours.under("watch"), log, Entry("lost", 2, 0, "rank 2 is gone"))
+    ours.set("config", json.dumps({"text": "", "layout": [2, 1, 1], "timeout_s": 5, "interface": None, "tolerate": 1}))
+    for name, value in {"DFLASH_LIT_REJOIN": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    command = ["python", "train.py"]
+    monkeypatch.setenv("DFLASH_LIT_SECRET", "f" * 32)
+    keys = store.num_keys()
+    with pytest.raises(ForgedError, match=r"refused: it is not signed with the run's secret.*DFLASH_LIT_SECRET"):
+        follow(how_started(), command)
+    assert store.num_keys() == keys
+    assert ours.under("watch").get(LOG) == log
+    monkeypatch.setenv("DFLASH_LIT_SECRET", SECRET)
+    world, _ = follow(how_started(), command)
+    assert (world.rank, world.life, world.tolerate) == (2, 1, 1)
 
 
 def test_the_line_that_brings_a_rank_back() -> None:

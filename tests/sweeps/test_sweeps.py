@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dflash_lit.sweeps.outcome import Outcome, read_outcomes
+from tests.fork_server import forked_python
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = [
@@ -34,8 +35,8 @@ def environment(shelf: Path) -> dict[str, str]:
     return {**keep, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-def sweep(shelf: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "train.py", "-m", *SMALL, f"hydra.sweep.dir={folder}", *overrides]
+def sweep(shelf: Path, folder: Path, *overrides: str, python: str = "") -> subprocess.CompletedProcess[str]:
+    command = [python or forked_python(), "train.py", "-m", *SMALL, f"hydra.sweep.dir={folder}", *overrides]
     return subprocess.run(command, cwd=ROOT, env=environment(shelf), capture_output=True, text=True, timeout=400, check=False)
 
 
@@ -90,7 +91,7 @@ def test_the_processes_of_a_job_are_gone_before_the_next_starts(
 def test_the_best_config_trains_the_best_job_again(split: tuple[Path, subprocess.CompletedProcess[str]], shelf: Path) -> None:
     folder, _ = split
     again = shelf / "again"
-    command = [sys.executable, "train.py", "--config-dir", str(folder), "--config-name", "best", f"hydra.run.dir={again}"]
+    command = [forked_python(), "train.py", "--config-dir", str(folder), "--config-name", "best", f"hydra.run.dir={again}"]
     done = subprocess.run(
         [*command, "~callbacks.spy"], cwd=ROOT, env=environment(shelf), capture_output=True, text=True, timeout=400, check=False
     )
@@ -136,7 +137,7 @@ def test_a_search_gives_up_what_is_behind_and_goes_on_where_it_was_stopped(shelf
     search = ["sweep=tpe", "optimizer.lr=0.02,1e-12", "hydra.sweeper.seed=2", "hydra.sweeper.trials=2"]
     several = [*search, "placement=split", "placement.drafters=2", "data.rows_per_batch=2", "seed=1", "trainer.val_every=1"]
     several.append("callbacks.prune.startup_trials=1")
-    command = [sys.executable, "train.py", "-m", *SMALL, *several, f"hydra.sweep.dir={folder}", "trainer.max_steps=4000"]
+    command = [forked_python(), "train.py", "-m", *SMALL, *several, f"hydra.sweep.dir={folder}", "trainer.max_steps=4000"]
     with subprocess.Popen(command, cwd=ROOT, env=environment(shelf), stderr=subprocess.PIPE, text=True) as first:
         assert first.stderr is not None
         for line in first.stderr:
@@ -145,7 +146,7 @@ def test_a_search_gives_up_what_is_behind_and_goes_on_where_it_was_stopped(shelf
                 break
         rest = first.stderr.read()
         first.wait(timeout=60)
-    assert first.returncode == 143, rest
+    assert first.returncode == 0, rest
     assert states(folder) == ["stopped"]
     assert [trial.state.name for trial in trials(folder)] == ["RUNNING"]
 
@@ -172,10 +173,11 @@ def test_launchers(launcher: str, plugin: str, shelf: Path) -> None:
     """Jobs in processes of their own, two at a time; one fails before it begins."""
     pytest.importorskip(f"hydra_plugins.{plugin}", reason="the extra [sweeps] is not installed")
     folder = shelf / launcher
-    done = sweep(shelf, folder, "seed=1,2", "drafter.block_size=8,1", "trainer.max_steps=2", f"hydra/launcher={launcher}")
+    jobs = ("drafter.block_size=8,1", "trainer.max_steps=2", f"hydra/launcher={launcher}")
+    done = sweep(shelf, folder, *jobs, python=sys.executable)
     assert done.returncode == 1, done.stderr[-3000:]
-    assert states(folder) == ["done", "failed", "done", "failed"]
-    assert "sweep: 2 done, 2 failed\n  job 1 (seed=1 drafter.block_size=1): drafter.block_size=1: a block needs" in done.stderr
+    assert states(folder) == ["done", "failed"]
+    assert "sweep: 1 done, 1 failed\n  job 1 (drafter.block_size=1): drafter.block_size=1: a block needs" in done.stderr
 
 
 def test_what_is_not_installed_is_named(shelf: Path) -> None:
@@ -183,7 +185,7 @@ def test_what_is_not_installed_is_named(shelf: Path) -> None:
     hide = "import sys; sys.modules.update(optuna=None, joblib=None, submitit=None); sys.argv[0] = 'train.py'; "
     run = "import runpy; runpy.run_path('train.py', run_name='__main__')"
     for choice, says in (("sweep=tpe", "TPESweeper needs optuna"), ("hydra/launcher=local", "LocalLauncher needs submitit")):
-        command = [sys.executable, "-c", hide + run, "-m", *SMALL, "seed=1,2", choice, f"hydra.sweep.dir={shelf / 'hidden'}"]
+        command = [forked_python(), "-c", hide + run, "-m", *SMALL, "seed=1,2", choice, f"hydra.sweep.dir={shelf / 'hidden'}"]
         done = subprocess.run(
             command, cwd=ROOT, env=environment(shelf), capture_output=True, text=True, timeout=120, check=False
         )

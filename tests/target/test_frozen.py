@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +177,22 @@ def test_no_target_there(tmp_path: Path) -> None:
         TargetInfo.load(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"target\.path="):
         TargetInfo.load(str(tmp_path))
+
+
+class Runs:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_pickled_weights_that_would_run_code_are_refused(folder: Path, tmp_path: Path) -> None:
+    made = shutil.copytree(folder, tmp_path / "evil", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save({"x": Runs(tmp_path / "ran")}, made / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"target\.path=.*refused: get the model as safetensors"):
+        FrozenTarget.load(TargetInfo.load(str(made)))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_no_weights_there(folder: Path, tmp_path: Path) -> None:

@@ -198,27 +198,38 @@ def clear(*, everything: bool = False) -> list[str]:
 def surviving_deletion(function: Callable[[], Result], attempts: int = 5) -> Result:
     """``function()``, which compiles; again, if the cache or a part of it was deleted under it.
 
-    The last attempt compiles into a folder of its own: a cache that something deletes all the time costs time as well, no more.
+    The last attempt compiles into a folder of its own: a cache that something deletes all the time costs time as well, no more. So
+    does an entry that a deletion left behind in part: any error is tried once more in a folder of its own, and if that works the
+    cache was at fault and is cleared. Only what no cache can be the reason of is raised at once.
 
     Args:
         function: what it did before it failed must be harmless when repeated; a training step, say, leaves gradients behind.
         attempts: how often it is run at most.
 
     Raises:
-        Exception: what ``function`` raised: at once if nothing was deleted, else that of its last attempt.
+        Exception: what ``function`` raised: at once if it is a UserError or says that memory is short, else that of its last attempt.
     """
-    for attempt in range(1, attempts + 1):
+    attempt, suspected = 1, ""
+    while True:
         with _own_folder() if 1 < attempt == attempts else _shared_folder() as folders, _Watch(folders) as watch:
             try:
-                return function()
+                made = function()
+                break
             except Exception as error:
-                if attempt == attempts or isinstance(error, UserError):
+                if attempt >= attempts or isinstance(error, (UserError, torch.OutOfMemoryError)):
                     raise
-                if not (_names_missing_file(error, folders) or watch.deleted_within(DELETING_S)):
-                    raise
-                log.warning("the compile cache %s was deleted during a compile: attempt %d", folders[0], attempt + 1)
+                said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                if _names_missing_file(error, folders) or watch.deleted_within(DELETING_S):
+                    attempt += 1
+                    log.warning("the compile cache %s was deleted during a compile: attempt %d", folders[0], attempt)
+                else:
+                    attempt, suspected = attempts, said
+                    log.warning("a compile failed (%s): once more without the compile cache", said)
         _forget_files()
-    raise ValueError(f"attempts={attempts}: at least one is needed")
+    if suspected:
+        clear()
+        log.warning("the compile cache held a broken entry (%s), and was cleared", suspected)
+    return made
 
 
 Folders = tuple[Path, Path]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from dflash_lit.checkpoints.contract import BATCHES, CONTENT
 from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
 
@@ -264,6 +265,19 @@ class RowDataModule(lightning.LightningDataModule):
         self.rows_per_batch = rows_per_batch
         self.seed = seed
         self.features: tuple[KnownFeatures | None, KnownFeatures | None] = features or (None, None)
+
+    @cached_property
+    def _content(self) -> str:
+        return self.train.digest()
+
+    def contract(self) -> dict[str, Any]:
+        """The data plan: which rows are trained on, and how an epoch of them is cut into steps; see :mod:`dflash_lit.checkpoints.contract`."""
+        ranks, accumulate = (self.trainer.world_size, self.trainer.accumulate_grad_batches) if self.trainer else (1, 1)
+        return {
+            CONTENT: self._content,
+            "data.row_tokens": self.train.row_tokens,
+            **dict(zip(BATCHES, (self.rows_per_batch, ranks, accumulate), strict=True)),
+        }
 
     def example_batch(self) -> dict[str, Tensor]:
         """The first training rows as a batch, whose shapes are those of every batch; no loader moves for it."""

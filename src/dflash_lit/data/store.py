@@ -32,6 +32,7 @@ from dflash_lit.data.row_plan import Spans
 from dflash_lit.data.skips import Skip, SkipRecord, Skips
 from dflash_lit.data.sources import Shard, Source, find_sources, read_shard, shards
 from dflash_lit.errors import UserError
+from dflash_lit.placement.children import ignore_stops
 
 __all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
@@ -277,6 +278,7 @@ _worker: tuple[ChatTokenizer, StoreSettings, Path] | None = None
 
 def _begin_worker(tokenizer: PreTrainedTokenizerBase, settings: StoreSettings, folder: Path) -> None:
     global _worker
+    ignore_stops()  # a launcher signals all processes; the one that started these ends them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     _worker = ChatTokenizer(tokenizer, settings.chat), settings, folder
 

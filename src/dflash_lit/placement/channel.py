@@ -24,6 +24,7 @@ from dflash_lit.placement.link import (
     TargetLostError,
     TensorSpec,
 )
+from dflash_lit.placement.secret import ForgedError
 from dflash_lit.placement.world import World
 
 __all__ = ["Channel", "ServingChannel"]
@@ -46,10 +47,11 @@ class Channel:
         world: of this rank.
         device: of this rank.
         transport: of features.
+        limit_gib: larger requests and answers are neither sent nor received.
     """
 
-    def __init__(self, world: World, device: torch.device, transport: Transport) -> None:
-        self._world, self._device, self._transport = world, device, transport
+    def __init__(self, world: World, device: torch.device, transport: Transport, *, limit_gib: float = 4.0) -> None:
+        self._world, self._device, self._transport, self._limit_gib = world, device, transport, limit_gib
         self._rank = world.layout.local_rank(world.rank)
         self.links: dict[int, DrafterLink] = {}
         self._coming: dict[int, _Connecting] = {}
@@ -57,7 +59,8 @@ class Channel:
         for drafter, target in world.layout.pairs_of_host(world.host):
             if drafter == world.rank:
                 local = world.layout.local_rank(target)
-                self.links[local] = DrafterLink(world, _name(world, self._rank, local, 0), local, device, transport)
+                name = _name(world, self._rank, local, 0)
+                self.links[local] = DrafterLink(world, name, local, device, transport, limit_gib)
 
     def targets(self) -> list[int]:
         """Local ranks of the targets that serve this drafter now, in order."""
@@ -84,7 +87,9 @@ class Channel:
             if local in self.links:
                 continue
             if coming is None and life and (rank in members.ready or rank in members.joined):
-                self._coming[local] = _Connecting(self._world, self._rank, local, life, self._device, self._transport)
+                self._coming[local] = _Connecting(
+                    self._world, self._rank, local, life, self._device, self._transport, self._limit_gib
+                )
             elif coming is not None and coming.link is not None and rank in members.joined:
                 self.links[local] = coming.link
                 del self._coming[local]
@@ -128,20 +133,24 @@ class _Connecting(threading.Thread):
         link: None until it is there.
     """
 
-    def __init__(self, world: World, drafter: int, target: int, life: int, device: torch.device, transport: Transport) -> None:
+    def __init__(
+        self, world: World, drafter: int, target: int, life: int, device: torch.device, transport: Transport, limit_gib: float
+    ) -> None:
         super().__init__(name="dflash_lit-connect", daemon=True)
-        self._of = world, drafter, target, device, transport
+        self._of = world, drafter, target, device, transport, limit_gib
         self.life = life
         self.link: DrafterLink | None = None
         self.start()
 
     def run(self) -> None:
-        world, drafter, target, device, transport = self._of
+        world, drafter, target, device, transport, limit_gib = self._of
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a thread's own
         try:
             name = _name(world, drafter, target, self.life)
-            self.link = DrafterLink(world, name, target, device, transport, world.client(), self.life)
+            self.link = DrafterLink(world, name, target, device, transport, limit_gib, world.more_stores(), self.life)
+        except ForgedError as error:
+            world.watch.abort(str(error))
         except (RuntimeError, dist.DistError):
             pass  # it was lost again: whoever lost it is said by the watch
 
@@ -153,9 +162,10 @@ class ServingChannel:
         world: of this rank.
         device: of this rank.
         transport: of features.
+        limit_gib: larger requests and answers are neither sent nor received.
     """
 
-    def __init__(self, world: World, device: torch.device, transport: Transport) -> None:
+    def __init__(self, world: World, device: torch.device, transport: Transport, *, limit_gib: float = 4.0) -> None:
         self._world = world
         self._requests: SimpleQueue[Request | Exception] = SimpleQueue()
         self._links: dict[int, TargetLink] = {}
@@ -166,7 +176,7 @@ class ServingChannel:
             if target == world.rank:
                 other = world.layout.local_rank(drafter)
                 name = _name(world, other, local, world.life)
-                self._links[other] = TargetLink(world, name, other, device, transport, self._requests)
+                self._links[other] = TargetLink(world, name, other, device, transport, self._requests, limit_gib)
 
     def next_request(self) -> Rows | Call | None:
         """Wait for a request, from whichever drafter; None if all have said goodbye.

@@ -14,7 +14,7 @@ __all__ = ["Children", "die_with_parent", "ignore_stops", "outlive_parent"]
 
 _PARENT = "DFLASH_LIT_PARENT"
 _PR_SET_PDEATHSIG = 1
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _COLLECT_S = 5.0
 """For the kernel to end a killed process; one that waits for a dead disk or driver takes for ever."""
 
@@ -106,7 +106,7 @@ def _at_parents_end(signum: signal.Signals) -> None:
 
 
 def ignore_stops() -> None:
-    """Leave Ctrl-C and SIGTERM to rank 0."""
+    """Leave Ctrl-C, SIGTERM and SIGUSR1 to rank 0."""
     for signum in _STOPS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)

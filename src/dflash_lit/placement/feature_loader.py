@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -40,7 +40,12 @@ class FeatureLoader:
 
     Everything else (``sampler``, ``set_epoch``, ``state_dict`` ...) is the wrapped loader's, so Lightning shuffles, saves and
     resumes it as if it were not wrapped. Nothing is fetched ahead: what was handed out is what was trained.
+
+    Attributes:
+        over: asked before each batch; once it says so the iterator ends.
     """
+
+    over: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, loader: Any, source: Any) -> None:
         self.loader = loader
@@ -66,6 +71,8 @@ class FeatureLoader:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for batch in self.loader:
+            if self.over():
+                return
             yield self.source.with_features(batch)
 
 
@@ -105,7 +112,7 @@ class PrefetchingLoader(FeatureLoader):
             while True:
                 while len(in_flight) <= self.ahead and (batch := next(coming, None)) is not None:
                     in_flight.append((batch, self.source.ask(batch)))
-                if not in_flight:
+                if not in_flight or self.over():
                     return
                 arrived = sum(pending.arrived() for _, pending in in_flight)
                 batch, pending = in_flight.popleft()

@@ -4,6 +4,9 @@ Each such pair has groups of its own, which torch.distributed's default one know
 nothing but this pair, and a target that comes back is connected anew while the other pairs work. Over gloo one group carries
 everything; where features go by NCCL, requests and answers still go over gloo, from host memory. Everything arrives in the order in
 which it was asked for.
+
+Requests and answers are signed (:mod:`dflash_lit.placement.messages`), under a key of this pair and of this process of the target: what
+was said to one that was lost means nothing to the one that has taken its place.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dflash_lit.placement.world import NO_LIMIT, World
+from dflash_lit.placement.messages import HEADER_BYTES, Messages, as_bytes
+from dflash_lit.placement.world import NO_LIMIT, Stores, World
 
 __all__ = [
     "Answer",
@@ -38,8 +42,8 @@ __all__ = [
     "TensorSpec",
 ]
 
-_HEADER, _BODY, _ANSWER_SIZE, _ANSWER, _DATA = 1, 2, 3, 4, 5  # tags
-_ROWS, _CALL, _GOODBYE = 1, 2, 3  # kinds of requests
+_REQUEST, _REQUEST_BODY, _ANSWER, _ANSWER_BODY, _DATA = 1, 2, 3, 4, 5  # tags
+_ROWS, _CALL, _GOODBYE, _RETURNED = 1, 2, 3, 4  # kinds of messages
 _DRAFTER, _TARGET = 0, 1  # ranks of a pair
 
 _POLL_S = 0.0002
@@ -131,6 +135,7 @@ class _Arrivals(threading.Thread):
         while (coming := self._coming.get()) is not None:
             self._wait(*coming)
             del coming  # else the last one's tensors live until the next comes
+        del self._group
 
     @staticmethod
     def _wait(works: list[dist.Work], arrival: Future[None]) -> None:
@@ -138,15 +143,18 @@ class _Arrivals(threading.Thread):
             for work in works:
                 work.wait()
         except Exception as error:  # whoever takes them gets to know
-            arrival.set_exception(error)
+            arrival.set_exception(error.with_traceback(None))  # which would hold them, and it, in a circle
         else:
             arrival.set_result(None)
 
 
 class _Link:
-    """What both ends have: the groups of a pair.
+    """What both ends have: the groups of a pair, and the signatures of what goes over them.
 
     Connecting blocks until the other end connects, too.
+
+    Args:
+        own, other: local ranks of the ends.
     """
 
     def __init__(
@@ -154,20 +162,27 @@ class _Link:
         world: World,
         name: str,
         end: int,
+        own: int,
+        other: int,
         device: torch.device,
         transport: Literal["nccl", "gloo"],
-        store: dist.Store | None = None,
+        limit_gib: float,
+        stores: Stores | None = None,
     ) -> None:
         self.device, self.transport = device, transport
-        self._control = world.group(f"{name}/control", end, 2, store)
+        self._messages = Messages(world.key("link", name), own, other, limit_gib)
+        self._control = world.group(f"{name}/control", end, 2, stores)
         if transport == "nccl":
             # Absent from builds without CUDA, so not imported above.
             options = dist.ProcessGroupNCCL.Options()
             # Private, and the only way to give one to a group made by hand; tests/gpu/test_split_gpu.py runs over it.
             options._timeout = NO_LIMIT
-            self._data: Any = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/data", store or world.store), end, 2, options)
+            store = dist.PrefixStore(f"{name}/data", (stores or world.stores).plain)
+            self._data: Any = dist.ProcessGroupNCCL(store, end, 2, options)
         else:
             self._data = self._control
+        if stores is not None:
+            self._control.store.move(world.store)  # gloo has met; a connection for each link would be kept as long as the link
         self._aside = torch.cuda.Stream(device) if transport == "nccl" else None
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         # NCCL connects when something is sent; gloo's order of tags is tried, too.
@@ -176,9 +191,16 @@ class _Link:
         if token.is_cuda:
             torch.cuda.synchronize(device)
 
-    def _send(self, message: Tensor, tag: int) -> None:
-        """Over the control group; waits for nothing."""
-        self._sent.append((self._control.send([message], self._partner, tag), message))
+    def _send(self, tags: tuple[int, int], kind: int, body: Tensor | None, *shape: int) -> None:
+        """Put a message in line, by the tags of its header and of its body; waits for nothing.
+
+        Raises:
+            ValueError: if it is too large; nothing of it is sent then.
+        """
+        messages = [(self._messages.header(tags[0], kind, body, *shape), tags[0])]
+        if body is not None and body.numel():
+            messages.append((body, tags[1]))
+        self._sent.extend((self._control.send([message], self._partner, tag), message) for message, tag in messages)
 
     _partner: int
 
@@ -197,7 +219,8 @@ class DrafterLink(_Link):
         target: local rank of the other end.
         device: of the drafter.
         transport: of features.
-        store: by another connection than the world's, for a link that another thread makes.
+        limit_gib: larger requests and answers are neither sent nor received.
+        stores: by another connection than the world's, for a link that another thread makes.
         life: of the target's process.
 
     Attributes:
@@ -213,12 +236,14 @@ class DrafterLink(_Link):
         target: int,
         device: torch.device,
         transport: Literal["nccl", "gloo"],
-        store: dist.Store | None = None,
+        limit_gib: float,
+        stores: Stores | None = None,
         life: int = 0,
     ) -> None:
         self.target, self.life, self.lost = target, life, False
         self._world, self._physical = world, world.layout.physical_rank(world.host, target)
-        super().__init__(world, name, _DRAFTER, device, transport, store)
+        own = world.layout.local_rank(world.rank)
+        super().__init__(world, name, _DRAFTER, own, target, device, transport, limit_gib, stores)
         self._features = None if transport == "nccl" else _Arrivals(self._control)
         self._others: _Arrivals | None = None
         self._coming: set[Pending] = set()
@@ -257,11 +282,8 @@ class DrafterLink(_Link):
 
     def _request(self, kind: int, body: Tensor | None, *shape: int) -> None:
         """Put a request in line; neither side waits."""
-        header = torch.tensor([kind, body.numel() if body is not None else 0, *shape, *[0] * (2 - len(shape))])
         try:
-            self._send(header, _HEADER)
-            if body is not None:
-                self._send(body, _BODY)
+            self._send((_REQUEST, _REQUEST_BODY), kind, body, *shape)
         except RuntimeError as error:
             raise TargetLostError(self) from error
         # What has been answered has been taken. What has not may never be: that is not waited for.
@@ -296,7 +318,7 @@ class DrafterLink(_Link):
                 for spec in wanted
             ]
             try:
-                works = [self._data.recv([_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
+                works = [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
             except RuntimeError as error:
                 raise TargetLostError(self) from error
         pending = Pending(works, buffers, self.device, self._features.of(works) if self._features else None, self)
@@ -311,6 +333,7 @@ class DrafterLink(_Link):
 
         Raises:
             TargetLostError: if the connection has broken.
+            ValueError: if the arguments are too large to be sent.
         """
         body = torch.frombuffer(bytearray(pickle.dumps((function, arguments))), dtype=torch.uint8)
         self._request(_CALL, body)
@@ -323,21 +346,24 @@ class DrafterLink(_Link):
 
         Raises:
             TargetLostError: it will not come.
+            ForgedError: the target has not signed what has come.
+            ValueError: it is too large.
         """
-        size = torch.zeros(1, dtype=torch.int64)
-        self._receive(size, _ANSWER_SIZE)
-        body = torch.empty(int(size), dtype=torch.uint8)
-        self._receive(body, _ANSWER)
-        # From a process of this very run, which was told what to run by this one.
-        self._unanswered.popleft().value = pickle.loads(body.numpy().tobytes())
+        header = self._messages.read(_ANSWER, self._receive(torch.empty(HEADER_BYTES, dtype=torch.uint8), _ANSWER))
+        body = torch.empty(header.size, dtype=torch.uint8)
+        if header.size:
+            self._receive(body, _ANSWER_BODY)
+        signed = self._messages.check(header, body)
+        self._unanswered.popleft().value = pickle.loads(signed.numpy().tobytes())
 
-    def _receive(self, message: Tensor, tag: int) -> None:
+    def _receive(self, message: Tensor, tag: int) -> Tensor:
         self._others = self._others or _Arrivals(self._control)
         try:
             work = self._control.recv([message], _TARGET, tag)
         except RuntimeError as error:
             raise TargetLostError(self) from error
         self.until(self._others.of([work]))
+        return message
 
     def goodbye(self) -> None:
         """Nothing more will be asked; returns when the target has heard it, or is lost."""
@@ -370,6 +396,8 @@ class DrafterLink(_Link):
             self._shut()
         self._coming.clear()
         self._sent.clear()
+        # Whoever still has this link, such as an exception that is yet to be collected, has no threads and handles of gloo with it.
+        self._features = self._others = self._control = self._data = None
 
 
 class Pending:
@@ -468,7 +496,8 @@ class TargetLink(_Link):
         drafter: local rank of the other end.
         device: of the target.
         transport: of features.
-        requests: where they are put, and an exception if the connection breaks.
+        requests: where they are put, and an exception if the connection breaks or a message was not signed.
+        limit_gib: larger requests and answers are neither sent nor received.
     """
 
     _partner = _DRAFTER
@@ -481,8 +510,10 @@ class TargetLink(_Link):
         device: torch.device,
         transport: Literal["nccl", "gloo"],
         requests: SimpleQueue[Request | Exception],
+        limit_gib: float,
     ) -> None:
-        super().__init__(world, name, _TARGET, device, transport)
+        own = world.layout.local_rank(world.rank)
+        super().__init__(world, name, _TARGET, own, drafter, device, transport, limit_gib)
         self._drafter, self._requests = drafter, requests
         self._receiver = threading.Thread(target=self._receive, name="dflash_lit-requests", daemon=True)
         self._receiver.start()
@@ -498,16 +529,21 @@ class TargetLink(_Link):
             self._requests.put(error)
 
     def _next(self) -> Request:
-        header = torch.zeros(4, dtype=torch.int64)
-        self._control.recv([header], _DRAFTER, _HEADER).wait()
-        kind, size, *shape = header.tolist()
-        if kind == _GOODBYE:
+        raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._control.recv([raw], _DRAFTER, _REQUEST).wait()
+        header = self._messages.read(_REQUEST, raw)
+        if header.kind == _GOODBYE:
             return Goodbye(self._drafter)
-        body = torch.empty((3, *shape), dtype=torch.int32) if kind == _ROWS else torch.empty(size, dtype=torch.uint8)
-        self._control.recv([body], _DRAFTER, _BODY).wait()
-        if kind == _ROWS:
+        if header.kind == _ROWS and header.size != 12 * header.rows * header.tokens:
+            raise self._messages.forged()
+        shape = (3, header.rows, header.tokens)
+        body = torch.empty(shape, dtype=torch.int32) if header.kind == _ROWS else torch.empty(header.size, dtype=torch.uint8)
+        if header.size:
+            self._control.recv([body], _DRAFTER, _REQUEST_BODY).wait()
+        self._messages.check(header, body)
+        if header.kind == _ROWS:
             return Rows(self._drafter, body)
-        function, arguments = pickle.loads(body.numpy().tobytes())
+        function, arguments = pickle.loads(body.numpy().tobytes())  # signed
         return Call(self._drafter, function, arguments)
 
     def send_features(self, tensors: Sequence[Tensor]) -> list[tuple[dist.Work, Tensor]]:
@@ -517,7 +553,7 @@ class TargetLink(_Link):
             ready = tensor.contiguous()
             if self.transport == "gloo" and ready.is_cuda:
                 ready = torch.empty_like(ready, device="cpu", pin_memory=True).copy_(ready)
-            sent.append((self._data.send([_bytes(ready)], _DRAFTER, _DATA), ready))
+            sent.append((self._data.send([as_bytes(ready)], _DRAFTER, _DATA), ready))
         return sent
 
     def finish(self, work: dist.Work) -> None:
@@ -539,8 +575,11 @@ class TargetLink(_Link):
         except Exception:  # some exceptions cannot be sent, or come out otherwise than they went in
             data = pickle.dumps((False, RuntimeError(f"{type(value).__name__}: {value}")))
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._send(torch.tensor([body.numel()]), _ANSWER_SIZE)
-        self._send(body, _ANSWER)
+        try:
+            self._send((_ANSWER, _ANSWER_BODY), _RETURNED, body)
+        except ValueError as error:
+            self.send_answer(False, error)
+            return
         while len(self._sent) > _KEPT:
             self._sent.popleft()[0].wait()
 
@@ -553,8 +592,3 @@ class TargetLink(_Link):
         self._sent.clear()
         self._receiver.join()
         self._shut()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: gloo does not carry every dtype."""
-    return tensor.view(torch.uint8)

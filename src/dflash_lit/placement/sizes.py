@@ -17,7 +17,7 @@ from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.placement.known import KNOWN, known_config
 from dflash_lit.plan import derive_drafter
-from dflash_lit.target.frozen import TargetInfo, resolve_path
+from dflash_lit.target.frozen import OWN_CODE, TargetInfo, own_code, resolve_path
 
 __all__ = ["Sizes", "measure_sizes"]
 
@@ -55,6 +55,8 @@ def _read_config(target: str, trust_remote_code: bool) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(resolve_path(target), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code and OWN_CODE in str(error):
+            raise UserError(f"--target {target}: {own_code(resolve_path(target))}") from None
         raise UserError(
             f"--target {target}: no usable config there ({_reason(error)}); give a folder in Hugging Face layout, "
             f"a name on a reachable hub, 'embedded', or one of {', '.join(KNOWN)}"

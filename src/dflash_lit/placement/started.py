@@ -15,6 +15,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from dflash_lit.errors import UserError
 from dflash_lit.placement.layout import Layout, Role
+from dflash_lit.placement.secret import VARIABLE as SECRET
 
 __all__ = ["DrafterEnvironment", "Started", "child_environment", "how_started", "rejoin_line"]
 
@@ -124,12 +125,15 @@ def how_started() -> Started:
             raise UserError(f"{error.args[0]} is not in the environment, as for SLURM's tasks it is: start with srun") from None
         except RuntimeError as error:  # without --ntasks-per-node
             raise UserError(f"SLURM: {error}") from error
-        return Started("slurm", *place, number("SLURM_NTASKS", 1), number("SLURM_NTASKS_PER_NODE", 1))
+        host, local, address, port = place
+        processes, per_host = number("SLURM_NTASKS", 1), number("SLURM_NTASKS_PER_NODE", 1)
+        # All on one node meet at its loopback, whatever its name leads to.
+        return Started("slurm", host, local, address if processes > per_host else "127.0.0.1", port, processes, per_host)
     return Started("hand", number("NODE_RANK", 0), 0, address, port)
 
 
-def child_environment(started: Started, local_rank: int, address: str, port: int) -> dict[str, str]:
-    """Environment of a process that we start on this host."""
+def child_environment(started: Started, local_rank: int, address: str, port: int, secret: str) -> dict[str, str]:
+    """Environment of a process that we start on this host; other users cannot read it."""
     # Lightning looks at these before there is a Trainer, to tell whether it may print.
     ours = {"LOCAL_RANK": str(local_rank), "NODE_RANK": str(started.host)}
     return {
@@ -139,6 +143,7 @@ def child_environment(started: Started, local_rank: int, address: str, port: int
         _HOST: str(started.host),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        SECRET: secret,
     }
 
 

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_lit.placement.agreement import Agreement
 from dflash_lit.placement.feature_loader import FeatureLoader, PrefetchingLoader
+from dflash_lit.placement.secret import ForgedError
+from dflash_lit.placement.signed_pickle import seal, unseal
+from dflash_lit.placement.signed_store import LARGEST
 from dflash_lit.target.frozen import FrozenTarget
 
 if TYPE_CHECKING:
@@ -111,6 +115,7 @@ class DrafterGroupStrategy(DDPStrategy):
     def _of_drafters(self, world: World, device: torch.device) -> None:
         super().__init__(cluster_environment=world.environment)
         self.world, self.device_of_rank = world, device
+        self._key, self._broadcasts = world.key("broadcast"), 0
 
     @property
     def root_device(self) -> torch.device:
@@ -136,6 +141,27 @@ class DrafterGroupStrategy(DDPStrategy):
             # Else every gradient would exist twice.
             gradient_as_bucket_view=True,
         )
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Lightning's, with pickles that are signed: torch's own would read a stranger's.
+
+        Raises:
+            ForgedError: if the drafter ``src`` has not signed it as its next.
+        """
+        if not dist.is_initialized():
+            return obj
+        self._broadcasts += 1
+        place, mine = f"from {src}, {self._broadcasts}", self.global_rank == src
+        sealed = seal(self._key, place, obj) if mine else b""
+        size = torch.tensor([len(sealed)], device=self.root_device)
+        dist.broadcast(size, src)
+        if not 0 < (length := int(size)) <= LARGEST:
+            raise ForgedError(f"drafter {src} tells the others {length} bytes: at most {LARGEST} are taken")
+        body = torch.empty(length, dtype=torch.uint8, device=self.root_device)
+        if mine:
+            body.copy_(torch.frombuffer(bytearray(sealed), dtype=torch.uint8))
+        dist.broadcast(body, src)
+        return obj if mine else unseal(self._key, place, body.cpu().numpy().tobytes(), f"drafter {src}")
 
     def agreement(self) -> Agreement:
         """For what all drafters have to decide alike at a step."""

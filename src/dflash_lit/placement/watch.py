@@ -24,11 +24,18 @@ from dflash_lit.errors import RankError
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout
 from dflash_lit.placement.members import LOG, Entry, Members, add
+from dflash_lit.placement.secret import ForgedError
+from dflash_lit.placement.signed_store import SignedStore
+from dflash_lit.stopping import stopping
 
-__all__ = ["Watch"]
+__all__ = ["STOPPED", "Watch"]
+
+STOPPED = "rank 0 was told to stop"
+"""Stands where a failure does: all ranks leave at once, and in silence with 0."""
 
 _LEFT = "left"
-_ABORT = "abort"
+_REACHED = "Somebody else has reached a port of this run"
+_ABORT, _STOP = "abort", "stop"
 _GONE = "is gone: it was killed or has crashed"
 _SILENT = "it is stopped, or its host is gone"
 _GRACE_S = 8.0
@@ -44,7 +51,7 @@ class Watch:
     answer to its cancellation.
 
     Args:
-        store: a client of its own: a client blocks while it waits.
+        store: by a client of its own: a client blocks while it waits.
         layout, rank: physical.
         stale_s: a rank not heard of for so long is taken for dead or hung.
         start_s: the same for its first beat.
@@ -66,7 +73,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SignedStore,
         layout: Layout,
         rank: int,
         *,
@@ -96,6 +103,7 @@ class Watch:
         self._over = threading.Event()
         self._found: Entry | None = None  # a loss, not yet told
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._newest: dict[int, tuple[int, int]] = {}  # life and number of the newest beat
         self._broken = False
         self._answered = time.monotonic()
         self._talker = threading.Thread(target=self._talk, name="dflash_lit-beats", daemon=True)
@@ -131,9 +139,9 @@ class Watch:
 
     def abort(self, why: str) -> str:
         """End the run on all ranks, for this reason or for an earlier one, which is returned; or this rank, if it can be spared."""
-        self._found = self._found or self._loss(self.rank, why)
         deadline = time.monotonic() + self.stale_s
         while self.failure is None and not self._broken and time.monotonic() < deadline:
+            self._found = self._found or self._loss(self.rank, why)  # after one, maybe, that the run goes on without
             time.sleep(0.02)
         self.failure = self.failure or why  # without a store the others find out by themselves
         return self.failure
@@ -150,7 +158,7 @@ class Watch:
     # -- the thread that talks
 
     def _talk(self) -> None:
-        keys = [*(f"beat/{rank}" for rank in range(self.layout.world)), _ABORT, LOG]
+        keys = [*(f"beat/{rank}" for rank in range(self.layout.world)), _ABORT, LOG, _STOP]
         began = last = time.monotonic()
         number = 0
         try:
@@ -161,8 +169,12 @@ class Watch:
                     self._seen = {rank: (value, now) for rank, (value, _) in self._seen.items()}
                 last = now
                 number += 1
-                self.store.set(f"beat/{self.rank}", json.dumps([number, self._flow().to_json()]))
-                *beats, told, text = self.store.multi_get(keys)
+                self.store.set(f"beat/{self.rank}", json.dumps([self.life, number, self._flow().to_json()]))
+                *beats, told, text, stop = self.store.multi_get(keys)
+                if stop:
+                    stopping.tell(int(stop))
+                elif stopping.signal:  # so that no rank begins what takes long
+                    self.store.set(_STOP, str(stopping.signal))
                 self._read(text)
                 silent = self._silent(beats, now, began)
                 if found := self._found or silent:
@@ -171,6 +183,8 @@ class Watch:
                 self.failure = told.decode() or self.failure
             if self._over.is_set():
                 self.store.set(f"beat/{self.rank}", _LEFT)
+        except ForgedError as error:
+            self.failure = self.failure or str(error)  # the others read the same
         except Exception:
             self._broken = not self._over.is_set()
 
@@ -180,6 +194,8 @@ class Watch:
             if not self.members.may_lose(found.rank):
                 before = list(self.members.missing.values())
                 more = f"; before that {before[0]} (placement.tolerate={self._tolerate})" if before else ""
+                if found.why == STOPPED:
+                    more = ""
                 return self.store.compare_set(_ABORT, "", found.why + more)
             self._read(add(self.store, self._text, found))
         if self._found is not None and self.members.is_over(self._found.rank, self._found.life):
@@ -187,11 +203,18 @@ class Watch:
         return b""
 
     def _read(self, text: bytes) -> None:
-        """Note what is new in the log of members."""
+        """Note what is new in the log of members.
+
+        Raises:
+            ForgedError: if what was known of it is not there any more: an old one was put there again.
+        """
         if text == self._text:
             return
         known, self._text = len(self.members.log), text
-        self.members = members = Members.read(self.layout, self._tolerate, text)
+        members = Members.read(self.layout, self._tolerate, text)
+        if members.log[:known] != self.members.log:
+            raise ForgedError("the log of target ranks in the run's store was refused: entries of it are missing. " + _REACHED)
+        self.members = members
         for entry in members.log[known:]:
             if entry.kind == "ready":  # it is expected to beat from now on
                 self._seen[entry.rank] = (b"", time.monotonic())
@@ -205,9 +228,14 @@ class Watch:
         """Who has not been heard of for too long, as a loss."""
         for rank, value in enumerate(beats):
             if value and self.members.listens(rank) and value != self._seen.get(rank, (b"", 0.0))[0]:
-                self._seen[rank] = (value, now)
                 if value != _LEFT.encode():
-                    self.flows[rank] = self._before.get(rank, Flow()) + Flow.from_json(json.loads(value)[1])
+                    life, number, flow = json.loads(value)
+                    # An old one, put there again by somebody else; or by a process that was given up and has woken up.
+                    if (life, number) <= self._newest.get(rank, (0, 0)) or life < self.members.lives.get(rank, 0):
+                        continue
+                    self._newest[rank] = life, number
+                    self.flows[rank] = self._before.get(rank, Flow()) + Flow.from_json(flow)
+                self._seen[rank] = (value, now)
 
         def silent(rank: int, share: float = 1.0) -> bool:
             if not self.members.listens(rank):
@@ -260,11 +288,15 @@ class Watch:
         Args:
             lost: without a store, so of rank 0 nothing is to be expected.
         """
-        if self.life or self.members.is_over(self.rank, self.life):  # the others are none of its business
+        if why != STOPPED and (self.life or self.members.is_over(self.rank, self.life)):  # the others are none of its business
             if self.life:
                 print(f"error: {why}", file=sys.stderr, flush=True)
             os._exit(1)
         self._end()  # connections to the ended break, which wakes a main thread that waits for them
+        if why == STOPPED:
+            if self.rank != 0:
+                os._exit(0)
+            return  # the time it has is not this one's to say
         if self.rank == 0 and self._over.wait(_GRACE_S):
             return  # the main thread has left, and speaks
         if self._local == 0 or (self._local == 1 and self._is_left_alone(lost)):
@@ -294,10 +326,11 @@ def _of_a_connection(error: BaseException) -> bool:
     )
 
 
-def beats_of(layout: Layout, store: dist.Store) -> None:
+def beats_of(layout: Layout, store: SignedStore) -> None:
     """Make all the keys that a watch reads, before any other rank looks."""
     store.set(_ABORT, "")
     store.set(LOG, "[]")
+    store.set(_STOP, "")
     for rank in range(layout.world):
         store.set(f"beat/{rank}", "")
 

@@ -3,6 +3,8 @@
 Physical rank 0 reads the command line, checks it, and keeps a store. Every other process is told its config through the store,
 whoever started it: rank 0 itself, one process a host, torchrun or SLURM. So there is one road for all, Hydra runs once, and a
 sweep is nothing special: each of its jobs starts and ends its own processes.
+
+What they put into the store is signed (:mod:`dflash_lit.placement.signed_store`); docs/security.md says against whom.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
+import secrets
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -26,10 +29,14 @@ import torch.distributed as dist
 from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.placement.children import Children, die_with_parent, ignore_stops, outlive_parent
 from dflash_lit.placement.flow import Flow
+from dflash_lit.placement.interfaces import listening_address, on_interface
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.members import LOG, Entry, Members, add
+from dflash_lit.placement.secret import Key, find_secret, new_secret
+from dflash_lit.placement.signed_store import SignedStore
 from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment, rejoin_line
-from dflash_lit.placement.watch import Watch, beats_of, client
+from dflash_lit.placement.watch import STOPPED, Watch, beats_of, client
+from dflash_lit.stopping import stopping
 
 __all__ = ["NO_LIMIT", "World", "follow", "lead"]
 
@@ -51,7 +58,7 @@ class World:
     Attributes:
         layout: who is what.
         rank: physical.
-        store: shared by all ranks.
+        stores: shared by all ranks.
         watch: of this rank.
         flow: what this rank has moved so far; whoever moves something counts it here.
         children: the other processes of this host, if this one started them.
@@ -65,10 +72,11 @@ class World:
         started: Started,
         store: dist.Store,
         *,
-        run: str,
+        run: Run,
         address: str,
         port: int,
         timeout_s: float,
+        interface: str | None = None,
         children: Children | None = None,
         parent: int | None = None,
         tolerate: int = 0,
@@ -76,18 +84,19 @@ class World:
         command: Sequence[str] = (),
     ) -> None:
         self.layout, self.started, self.timeout_s = layout, started, timeout_s
-        self.tolerate, self.life, self._command, self._run = tolerate, life, command, run
+        self.tolerate, self.life, self._command = tolerate, life, command
         self.rank = layout.physical_rank(started.host, started.local_rank)
         self.address, self.port = address, port
-        self.store = dist.PrefixStore(run, store)
+        self.stores = Stores.of(run, store)
+        self._run, self._interface = run, interface
         self.children = children
         self.flow = Flow()
         self.ended = False
         self._cleanups: list[Callable[[], object]] = []
         if self.rank == 0:
-            beats_of(layout, dist.PrefixStore("watch", self.store))
+            beats_of(layout, self.store.under("watch"))
         self.watch = Watch(
-            dist.PrefixStore("watch", dist.PrefixStore(run, client(address, port, _START_S))),
+            run.of(client(address, port, _START_S)).under("watch"),
             layout,
             self.rank,
             stale_s=timeout_s,
@@ -149,13 +158,22 @@ class World:
         """Whether a rank has nothing more to do."""
         return self.store.check([f"done/{rank}"])
 
-    def client(self) -> dist.Store:
-        """The store by a connection of its own, for another thread: one that waits blocks all who use it."""
-        return dist.PrefixStore(self._run, client(self.address, self.port, _START_S))
+    @property
+    def store(self) -> SignedStore:
+        """Shared by all ranks."""
+        return self.stores.signed
 
-    def group(self, name: str, rank: int, size: int, store: dist.Store | None = None) -> Any:
+    def more_stores(self) -> Stores:
+        """The store by a connection of its own, for another thread: one that waits blocks all who use it."""
+        return Stores.of(self._run, client(self.address, self.port, _START_S))
+
+    def group(self, name: str, rank: int, size: int, stores: Stores | None = None) -> Any:
         """A ``ProcessGroupGloo`` of its own, unknown to torch.distributed's default one. Its stubs lack most methods."""
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store or self.store), rank, size, NO_LIMIT)
+        return _Group((stores or self.stores).signed.under(name), rank, size)
+
+    def key(self, *purpose: str) -> Key:
+        """To sign what ranks tell each other past the store."""
+        return self._run.key(*purpose)
 
     # -- target ranks that are lost and come back
 
@@ -166,7 +184,7 @@ class World:
 
     def announce(self, kind: Literal["ready", "joined"]) -> None:
         """Of this target rank, to all."""
-        store = dist.PrefixStore("watch", self.store)
+        store = self.store.under("watch")
         entry, text = Entry(kind, self.rank, self.life), store.get(LOG)
         while entry not in (members := Members.read(self.layout, self.tolerate, text)).log:
             if members.is_over(self.rank, self.life):
@@ -195,10 +213,11 @@ class World:
         # The watch ends a run that hangs, and names who hangs. torch's own limits would end those who wait for a long validation on
         # rank 0, and NCCL's error handling would abort the partners of a rank that has failed before its name is known.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        self._of_drafters = self.store.under("drafters")  # kept: see _Group
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             timeout=NO_LIMIT,
-            store=dist.PrefixStore("drafters", self.store),
+            store=dist.PrefixStore("drafters", self.stores.plain) if device.type == "cuda" else self._of_drafters,
             rank=self.drafter_rank,
             world_size=self.layout.drafter_world,
             device_id=device if device.type == "cuda" else None,
@@ -211,20 +230,25 @@ class World:
     # -- beginning and end
 
     def __enter__(self) -> World:
+        interface = on_interface("127.0.0.1" if self.layout.hosts == 1 else self.address, self.port, self._interface)
+        interface.__enter__()  # until the end of the run: groups are made at any time
+        self.at_end(lambda: interface.__exit__(None, None, None))
         self.watch.start()
         if self.watch.parent is not None and self.started.local_rank == 1:
             outlive_parent()  # to say that it is gone
-        if self.rank == 0 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # Between the phases of a run there is nothing to save, but there are others to be ended.
-            with contextlib.suppress(ValueError):  # not the main thread
-                signal.signal(signal.SIGTERM, _leave)
-                self.at_end(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        if self.rank == 0:
+            alone, stopping.too_late = stopping.too_late, self.watch.abort
+            self.at_end(lambda: setattr(stopping, "too_late", alone))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            if error is None or (isinstance(error, Interrupted) and error.checkpoint is not None):  # all ranks are here
+            if error is None or (isinstance(error, Interrupted) and not error.alone):  # all ranks are here
                 self.goodbye()
+            elif isinstance(error, Interrupted) and self.ended:
+                pass
+            elif isinstance(error, Interrupted) and self.rank == 0:
+                self.watch.abort(STOPPED)
             else:
                 self._fail(error)
         finally:
@@ -237,6 +261,8 @@ class World:
             RankError: instead of ``error``, unless that is meant for the user of this very process.
         """
         failure = self.watch.behind(error)
+        if failure == STOPPED and self.rank != 0:
+            raise Interrupted(0, None) from None  # rank 0 says so
         if failure is None and self.rank != 0 and isinstance(error, Exception):
             # What all drafters meet with at once, such as a checkpoint that is refused, is for rank 0 to say.
             deadline = time.monotonic() + _RANK_0_FIRST_S
@@ -299,17 +325,90 @@ class World:
                 self._cleanups.pop()()
 
 
-def _leave(signum: int, _: object) -> None:
-    raise Interrupted(signum, None)
+@dataclass(frozen=True)
+class Stores:
+    """The run's store by one connection to it.
+
+    Attributes:
+        signed: for all but NCCL.
+        plain: the same without signatures, for NCCL, which uses it from threads of its own.
+    """
+
+    signed: SignedStore
+    plain: dist.Store
+
+    @classmethod
+    def of(cls, run: Run, store: dist.Store) -> Stores:
+        return cls(run.of(store), dist.PrefixStore(run.prefix, store))
 
 
-def lead(layout: Layout, started: Started, config: str, *, command: list[str], timeout_s: float, tolerate: int = 0) -> World:
+class _Group(dist.ProcessGroupGloo):
+    """Keeps its store: torch's own does not keep what is Python's."""
+
+    def __init__(self, store: SignedStore, rank: int, size: int) -> None:
+        super().__init__(store, rank, size, NO_LIMIT)
+        self.store = store
+
+
+@dataclass(frozen=True)
+class Run:
+    """What tells one run from another: a secret that its processes alone know, and a number that is used once.
+
+    Attributes:
+        secret: known to all processes, maybe of several runs.
+        nonce: drawn by rank 0. What was signed in another run is refused in this one.
+        prefix: of all keys in the store.
+    """
+
+    secret: str
+    nonce: str
+    prefix: str
+
+    @classmethod
+    def begin(cls, secret: str, store: dist.Store) -> Run:
+        """As rank 0."""
+        run = cls(secret, secrets.token_hex(16), _prefix())
+        cls._front(secret, store).set("nonce", run.nonce)
+        return run
+
+    @classmethod
+    def join(cls, secret: str, store: dist.Store) -> Run:
+        """As any other rank; waits for rank 0."""
+        return cls(secret, cls._front(secret, store).get("nonce").decode(), _prefix())
+
+    @staticmethod
+    def _front(secret: str, store: dist.Store) -> SignedStore:
+        return SignedStore(store, Key(secret, "front"), f"{_prefix()}/")
+
+    def key(self, *purpose: str) -> Key:
+        return Key(self.secret, "run", self.nonce, *purpose)
+
+    def of(self, store: dist.Store) -> SignedStore:
+        """The store as this run uses it."""
+        return SignedStore(store, self.key("store"), f"{self.prefix}/")
+
+
+def _prefix() -> str:
+    return f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
+def lead(
+    layout: Layout,
+    started: Started,
+    config: str,
+    *,
+    command: list[str],
+    timeout_s: float,
+    interface: str | None = None,
+    tolerate: int = 0,
+) -> World:
     """Begin a run as physical rank 0.
 
     Args:
         config: what the other ranks are told.
         command: starts another process of the run.
         timeout_s: a rank not heard of for so long ends the run.
+        interface: ``placement.interface``.
         tolerate: target ranks that may be missing at a time.
 
     Raises:
@@ -317,21 +416,28 @@ def lead(layout: Layout, started: Started, config: str, *, command: list[str], t
     """
     _check(layout, started)
     address = started.address
+    # Where nobody else starts processes of the run nobody else has to know its secret. A lost target rank is started again by hand.
+    secret = new_secret() if started.starts_others and layout.hosts == 1 and not tolerate else find_secret()
     if agent_store():
         port = started.port
         store: dist.Store = client(address, port, _START_S)
     else:
-        listening: dict[str, Any] = {}
-        if started.starts_others and layout.hosts == 1:
-            # Nobody else is to join: the store, which tells the others what to run, listens to this host alone.
-            address, door = "127.0.0.1", socket.create_server(("127.0.0.1", started.port))
-            port = door.getsockname()[1]
-            listening = {"master_listen_fd": door.detach()}
+        if layout.hosts == 1:
+            address = own = "127.0.0.1"  # nobody else is to join
         else:
-            port = started.port or 29500
-        limit = timedelta(seconds=_START_S)
-        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, **listening)
-    run = f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            own = listening_address(address, started.port, interface)
+            address = own or address
+        door = _door(own, started.port if started.starts_others and layout.hosts == 1 else started.port or 29500)
+        port = door.getsockname()[1]
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_START_S),
+            master_listen_fd=door.detach(),
+        )
+    run = Run.begin(secret, store)
     children = None
     if started.starts_others:
         children = Children(0)
@@ -343,17 +449,35 @@ def lead(layout: Layout, started: Started, config: str, *, command: list[str], t
         address=address,
         port=port,
         timeout_s=timeout_s,
+        interface=interface,
         children=children,
         tolerate=tolerate,
         command=command,
     )
-    sizes = [layout.targets, layout.drafters, layout.hosts]
-    world.tell("config", {"text": config, "layout": sizes, "timeout_s": timeout_s, "tolerate": tolerate})
+    world.tell(
+        "config",
+        {
+            "text": config,
+            "layout": [layout.targets, layout.drafters, layout.hosts],
+            "timeout_s": timeout_s,
+            "interface": interface,
+            "tolerate": tolerate,
+        },
+    )
     if children is not None:
-        children.start(
-            command, {local: child_environment(started, local, address, port) for local in range(1, layout.ranks_per_host)}
-        )
+        locals_ = range(1, layout.ranks_per_host)
+        children.start(command, {local: child_environment(started, local, address, port, secret) for local in locals_})
     return world
+
+
+def _door(address: str, port: int) -> socket.socket:
+    """A socket that listens there and nowhere else."""
+    try:
+        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT={port}: this process cannot listen on {address or 'all interfaces'} ({error.strerror}); give a free port"
+        ) from error
 
 
 def follow(started: Started, command: list[str]) -> tuple[World, str]:
@@ -363,18 +487,20 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         its world and the config that rank 0 tells.
 
     Raises:
-        UserError: if rank 0 cannot be reached.
+        UserError: if rank 0 cannot be reached, or has another secret.
     """
     parent = die_with_parent() if started.by == "us" else None
-    if started.by != "rejoin":  # whose Ctrl-C is meant for it alone
-        ignore_stops()
     port = started.port or 29500
-    run = f"dflash_lit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    if started.by == "rejoin":
+    if started.by == "rejoin":  # whose Ctrl-C is meant for it alone
         _look_for(started.address, port)
+    else:
+        ignore_stops()
+        stopping.follows = True
+    secret = find_secret()
     try:
         store = client(started.address, port, _START_S)
-        facts = json.loads(dist.PrefixStore(run, store).get("config"))
+        run = Run.join(secret, store)
+        facts = json.loads(run.of(store).get("config"))
     except dist.DistError as error:
         raise UserError(
             f"MASTER_ADDR={started.address} MASTER_PORT={port}: rank 0 of the run could not be reached from host {started.host} "
@@ -392,17 +518,16 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         address=started.address,
         port=port,
         timeout_s=facts["timeout_s"],
+        interface=facts["interface"],
         children=children,
         parent=parent,
         tolerate=facts["tolerate"],
-        life=_life(layout, started, dist.PrefixStore(run, store)) if started.by == "rejoin" else 0,
+        life=_life(layout, started, run.of(store)) if started.by == "rejoin" else 0,
         command=command,
     )
     if children is not None:
-        children.start(
-            command,
-            {local: child_environment(started, local, started.address, port) for local in range(1, layout.ranks_per_host)},
-        )
+        locals_ = range(1, layout.ranks_per_host)
+        children.start(command, {local: child_environment(started, local, started.address, port, secret) for local in locals_})
     return world, facts["text"]
 
 
@@ -420,13 +545,13 @@ def _look_for(address: str, port: int) -> None:
         ) from error
 
 
-def _life(layout: Layout, started: Started, store: dist.Store) -> int:
+def _life(layout: Layout, started: Started, store: SignedStore) -> int:
     """How many processes of a rank were lost before this one, which is to take their place.
 
     Raises:
         UserError: if it is no target, or not missing.
     """
-    members = Members.read(layout, 0, dist.PrefixStore("watch", store).get(LOG))
+    members = Members.read(layout, 0, store.under("watch").get(LOG))
     if not started.local_rank < layout.ranks_per_host or (
         rank := layout.physical_rank(started.host, started.local_rank)
     ) not in (members.lives):

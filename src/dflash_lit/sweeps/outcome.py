@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import signal
 import sys
 import time
 import traceback
@@ -18,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from dflash_lit.commands import one_line
-from dflash_lit.errors import Pruned, RankError, UserError
+from dflash_lit.errors import Interrupted, Pruned, RankError, UserError
 from dflash_lit.files import write_whole
 
 __all__ = ["FILE", "Outcome", "override_words", "read_outcome", "read_outcomes", "run_job"]
@@ -111,9 +112,14 @@ def run_job(job: Callable[[], float | None]) -> float | None:
             traceback.print_exception(error)
         print(f"error: job {folder.name}: {line}", file=sys.stderr)
         write("failed", error=line)
-    except BaseException:
+    except BaseException as error:
         write("stopped")
-        raise
+        # The limit is a job's own, and not the sweep's.
+        if not isinstance(error, Interrupted) or error.signal != signal.SIGALRM:
+            raise
+        print(
+            f"job {folder.name}: stopped by trainer.max_time; ckpt_path={error.checkpoint} goes on from here", file=sys.stderr
+        )
     finally:
         # A failed job's error held its frames, and with them the drafter and the target.
         gc.collect()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,12 +39,14 @@ from dflash_lit.target.reader import TargetReader, no_trees
 __all__ = [
     "EMBEDDED",
     "LAST_HIDDEN",
+    "OWN_CODE",
     "FrozenTarget",
     "TargetEnds",
     "TargetInfo",
     "document_mask",
     "end_token_ids",
     "generation_settings",
+    "own_code",
 ]
 
 Item = TypeVar("Item")
@@ -72,6 +76,18 @@ def resolve_path(path: str) -> str:
     return str(Path(__file__).parent / "embedded") if path == EMBEDDED else path
 
 
+OWN_CODE = "custom code"
+"""Transformers says so of a model that cannot be read without its own code."""
+
+
+def own_code(place: str | Path) -> str:
+    """What to do about such a model."""
+    return (
+        f"this model comes with code of its own, which would run here with your rights; read it in {place}, and if you trust it set "
+        "target.trust_remote_code=true (commands: --trust-remote-code)"
+    )
+
+
 @dataclass(frozen=True)
 class TargetInfo:
     """What can be known of a target before its weights are read."""
@@ -93,6 +109,8 @@ class TargetInfo:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
+            if not trust_remote_code and OWN_CODE in str(error):
+                raise UserError(f"target.path={path!r}: {own_code(place)}") from error
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f"target.path={path!r}: no usable model there ({reason}); give a folder in Hugging Face layout, "
@@ -116,6 +134,17 @@ class TargetInfo:
     @property
     def layers(self) -> int:
         return int(self.text.num_hidden_layers)
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Names the tokenizer: equal for equal ids of every text, and for equal special tokens."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        whole = json.loads(backend.to_str()) if backend is not None else sorted(self.tokenizer.get_vocab().items())
+        if isinstance(whole, dict):
+            for state in ("padding", "truncation"):  # of the last call
+                whole.pop(state, None)
+        about = json.dumps([whole, self.tokenizer.special_tokens_map], sort_keys=True, default=str)
+        return hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
 
     @property
     def windows(self) -> dict[str, int | None]:
@@ -308,6 +337,11 @@ class FrozenTarget:
                 trust_remote_code=info.trust_remote_code,
                 output_loading_info=True,
             )
+        except pickle.UnpicklingError as error:  # Transformers reads pickled weights with weights_only=True
+            raise UserError(
+                f"target.path={info.path!r}: its pickled weights hold more than tensors, code that would run when they are read, or are "
+                "damaged; they are refused: get the model as safetensors"
+            ) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(
                 f"target.path={info.path!r}: its weights could not be read ({str(error).splitlines()[0]})"

@@ -10,15 +10,20 @@ from dflash_lit.placement.forecast import rank_bytes
 from dflash_lit.placement.layout import Role
 from dflash_lit.placement.sizes import Sizes, measure_sizes
 from dflash_lit.plan import Plan
+from dflash_lit.watching.pace import Pace, expected_time
 
 __all__ = ["announcement", "expected_memory"]
 
 
-def announcement(cfg: TrainConfig, plan: Plan, free: int | None) -> dict[str, str]:
+def announcement(
+    cfg: TrainConfig, plan: Plan, free: int | None, *, pace: Pace | None = None, gpu: str | None = None
+) -> dict[str, str]:
     """Name -> text, in the order in which they are read. Weights are not looked at.
 
     Args:
         free: bytes free on the device of rank 0; None if unknown.
+        pace: of the last run like this one on this machine; None if there was none.
+        gpu: name of the GPU of rank 0; None on a CPU.
     """
     data, trainer, drafter = cfg.data, cfg.trainer, plan.drafter
     recipe = _recipe(cfg)
@@ -46,7 +51,7 @@ def announcement(cfg: TrainConfig, plan: Plan, free: int | None) -> dict[str, st
         "steps": f"{trainer.max_steps:,} of {rows:,} rows, {tokens:,} tokens ({_count(tokens * trainer.max_steps)} in all); "
         f"validation every {plan.val_every:,}",
         "learning": f"{plan.objective}, {cfg.optimizer.kind} at {cfg.optimizer.lr:g}",
-        "time": "as the first progress line says: it goes by the pace of the first steps",
+        "time": expected_time(cfg, plan, sizes, recipe, pace, gpu),
     }
 
 

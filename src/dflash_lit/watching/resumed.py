@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
+from dflash_lit.checkpoints.file import load
+from dflash_lit.errors import UserError
 
 __all__ = ["RUN_ID", "run_of_checkpoint"]
 
@@ -18,9 +19,8 @@ def run_of_checkpoint(path: str | Path) -> str | None:
     Weights are not read: the file is mapped.
     """
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        states = saved.get("callbacks", {}).values()
+        states = load(path, mmap=True).get("callbacks", {}).values()
         found = [state[RUN_ID] for state in states if isinstance(state, dict) and state.get(RUN_ID)]
-    except Exception:  # torch.load raises many kinds for damaged files
+    except (UserError, AttributeError):
         return None
     return str(found[0]) if found else None

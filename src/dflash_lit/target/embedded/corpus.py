@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ __all__ = ["SourceFile", "is_held_out", "package_files", "stdlib_files"]
 # Large generated tables: no code, and a small model would spend its capacity on them.
 _MAX_BYTES = 400_000
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data", "encodings"})
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _HELD_OUT_OF_100 = 10
 
 
@@ -62,12 +64,13 @@ def stdlib_files(root: str | Path | None = None, *, with_tests: bool = False) ->
             its prompts are (nearly) the same everywhere.
     """
     folder = Path(root) if root is not None else Path(sysconfig.get_path("stdlib"))
-    for path in sorted(folder.rglob("*.py")):
+    skipped = _SKIPPED_FOLDERS if with_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS
+    paths = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skipped]  # not walked through: installed packages are many files
+        paths += [Path(place, name) for name in names if name.endswith(".py")]
+    for path in sorted(paths):
         relative = path.relative_to(folder)
-        if _SKIPPED_FOLDERS.intersection(relative.parts):
-            continue
-        if not with_tests and {"test", "tests", "idle_test"}.intersection(relative.parts):
-            continue
         if (file := _read(path, relative.as_posix())) is not None:
             yield file
 
