@@ -199,7 +199,7 @@ def test_the_line_that_brings_a_rank_back() -> None:
 
 def _samples(**slopes: float) -> list[Sample]:
     """Of one process, every 100 of 20,000 steps."""
-    start = {"rss_mib": 500.0, "handles": 20, "threads": 10, "shm": 1}
+    start = {"rss_mib": 800.0, "own_mib": 500.0, "handles": 20, "threads": 10, "shm": 1}
     return [
         Sample("rank 0", step / 10, step, **{name: value + slopes.get(name, 0) * step for name, value in start.items()})  # type: ignore[arg-type]
         for step in range(100, 20_001, 100)
@@ -210,8 +210,8 @@ def _samples(**slopes: float) -> list[Sample]:
     ("slopes", "grew"),
     [
         ({}, []),
-        ({"rss_mib": 0.0003, "handles": -0.001}, []),
-        ({"rss_mib": 0.0005}, ["rss_mib"]),
+        ({"own_mib": 0.0003, "rss_mib": 0.1, "handles": -0.001}, []),
+        ({"own_mib": 0.0005}, ["own_mib"]),
         ({"handles": 0.0005}, ["handles"]),
         ({"threads": 0.0005, "shm": 0.0001}, ["threads", "shm"]),
     ],
