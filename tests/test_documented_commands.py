@@ -246,7 +246,7 @@ def small(command: str, shop: Shop) -> list[str]:
     if "ckpt_path" in command:
         little += ["trainer.max_steps=3"]
     if "split" in command:
-        little += ["placement.targets=1", "placement.drafters=1"]
+        little += [f"placement.targets={2 if 'tolerate' in command else 1}", "placement.drafters=1"]
     elif "placement.drafters" in command:
         little += ["placement.drafters=2"]
     place = shop.folder / "trained" / str(len(list(shop.folder.glob("trained/*"))))
