@@ -65,7 +65,7 @@ from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.packing import PackedRows
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.job import Job, load_target, prepare_process, quiet_libraries
-from dflash_lit.placement.channel import Channel
+from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.feature_loader import PrefetchingLoader
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.layout import Layout, Role
@@ -241,16 +241,21 @@ def measure_transport(args: argparse.Namespace, world: World, cfg: TrainConfig, 
     dtype = DTYPES[args.dtype]
     carrier = Job(cfg, plan, world).transport
 
-    def channel() -> Channel:
-        return Channel(world, device, carrier)
-
     if world.role is Role.TARGET:
         target: Any = ReadyTarget((args.rows, args.tokens, args.width), dtype, device, lambda: None)
-        serve(world, channel, target, (0,), teacher=False, rows=args.rows, row_tokens=args.tokens)
+        serve(
+            world,
+            lambda: ServingChannel(world, device, carrier),
+            target,
+            (0,),
+            teacher=False,
+            rows=args.rows,
+            row_tokens=args.tokens,
+        )
         return None
     world.told(f"target/{world.layout.targets_of_host(0)[0]}")
     began = time.perf_counter()
-    link = channel()
+    link = Channel(world, device, carrier)
     connect = time.perf_counter() - began
     info: Any = SimpleNamespace(text=SimpleNamespace(hidden_size=args.width))
     remote = RemoteTarget(world, link, info, (0,), device=device, dtype=dtype)
@@ -441,7 +446,7 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
                 target = own_target(args, cfg, plan, device)
             serve(
                 world,
-                lambda: Channel(world, device, job.transport),
+                lambda: ServingChannel(world, device, job.transport),
                 target,
                 plan.drafter.target_layer_ids,
                 teacher=False,

@@ -47,7 +47,8 @@ class Throughput(Callback):
     - ``pipeline/supply_ktok_s``: what all targets could supply if they never waited for a request,
     - ``pipeline/demand_ktok_s``: what all drafters could take if they never waited for features,
     - ``pipeline/wait_share``, ``pipeline/target_wait_share``: share of the time that a drafter, that a target waited,
-    - ``pipeline/queue_depth``: feature batches that had arrived when a drafter took one.
+    - ``pipeline/queue_depth``: feature batches that had arrived when a drafter took one,
+    - ``pipeline/targets``: target ranks that are there (``placement.tolerate``).
 
     Time runs from the end of one batch to the end of the next. A stretch with a validation or a checkpoint in it is left out, its
     batch included, and so is the one up to the end of the first batch: neither they nor filling the pipeline (again) count. Only
@@ -138,6 +139,7 @@ class Throughput(Callback):
             figures |= {"wait_share": _wait_share(drafters, span), "target_wait_share": _wait_share(targets, span)}
             if batches := sum(flow.batches for flow in drafters):
                 figures["queue_depth"] = sum(flow.queued for flow in drafters) / batches
+            figures["targets"] = self._split.serving()
         return {f"pipeline/{name}": value for name, value in figures.items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -321,6 +321,7 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("placement.hosts=0", r"placement\.hosts=0"),
     ("placement.prefetch=-1", r"placement\.prefetch=-1"),
     ("placement.timeout_s=0", r"placement\.timeout_s=0"),
+    ("placement.tolerate=1", r"placement\.tolerate=1"),
     ("trainer.precision=16-mixed", r"trainer\.precision='16-mixed'"),
     ("evaluation.tree_budgets=[0]", r"evaluation\.tree_budgets"),
     ("evaluation.budgets=[0]", r"evaluation\.budgets=\[0\]"),

@@ -58,6 +58,7 @@ NOT_RUN = {
     r"dflash-lit replay .*bad_steps/.*": "needs a step that went wrong; run by tests/guard",
     r"python benchmarks/kill_resume.py .*": "minutes; run small by tests/benchmarks",
     r"python benchmarks/fuzz.py .*": "minutes; run small by tests/benchmarks",
+    r"python benchmarks/soak.py .*": "minutes; run small by tests/placement",
 }
 """Commands of this repository that are only parsed or composed, and why."""
 
@@ -246,7 +247,7 @@ def small(command: str, shop: Shop) -> list[str]:
     if "ckpt_path" in command:
         little += ["trainer.max_steps=3"]
     if "split" in command:
-        little += ["placement.targets=1", "placement.drafters=1"]
+        little += [f"placement.targets={2 if 'tolerate' in command else 1}", "placement.drafters=1"]
     elif "placement.drafters" in command:
         little += ["placement.drafters=2"]
     place = shop.folder / "trained" / str(len(list(shop.folder.glob("trained/*"))))

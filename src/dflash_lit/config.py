@@ -124,6 +124,7 @@ class PlacementSection:
     prefetch: Optional[int] = None  # requests in flight while a drafter trains on a batch: targets / drafters, and one more
     share: bool = False  # let target ranks share GPUs with others where there are too few (slow)
     timeout_s: float = 15.0  # a process not heard of for so long ends the run
+    tolerate: int = 0  # target processes that may be missing at a time: training goes on with the others
     interface: Optional[str] = (
         None  # of the network; loopback on one host, else the one that leads to host 0; "all": listen on all
     )

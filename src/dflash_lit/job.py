@@ -55,7 +55,7 @@ from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import Interrupted, Pruned, UserError, stop_within
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
-from dflash_lit.placement.channel import Channel
+from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.layout import table
 from dflash_lit.placement.layout import transport as transport_between
 from dflash_lit.placement.remote_target import RemoteTarget
@@ -312,7 +312,7 @@ class Job:
         assert world is not None
         serve(
             world,
-            lambda: self._channel(world),
+            lambda: ServingChannel(world, self.device, self.transport, limit_gib=self.cfg.placement.message_limit_gib),
             load_target(self.plan, self.cfg, self.device),
             self.plan.drafter.target_layer_ids,
             teacher=self.teacher,

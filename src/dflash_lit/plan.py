@@ -241,7 +241,14 @@ def _layout(placement: PlacementSection) -> Layout:
     if not 0.001 <= placement.message_limit_gib < math.inf:  # less than a message about what is too large
         raise UserError(f"placement.message_limit_gib={placement.message_limit_gib:g}: must be at least 0.001")
     check_interface(placement.interface)
-    return Layout(placement.targets, placement.drafters, placement.hosts)
+    layout = Layout(placement.targets, placement.drafters, placement.hosts)
+    spare = layout.hosts * max(layout.targets - 1, 0)
+    if not 0 <= placement.tolerate <= spare:
+        raise UserError(
+            f"placement.tolerate={placement.tolerate}: each host needs a target, so at most {spare} of this placement's can be spared; "
+            "raise placement.targets, or lower it"
+        )
+    return layout
 
 
 def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:

@@ -81,10 +81,17 @@ def _lead(main: Callable[[], object]) -> int:
 
 
 def _lead_run(
-    layout: Layout, started: Started, text: str, script: str, timeout_s: float, interface: str | None = None
+    layout: Layout,
+    started: Started,
+    text: str,
+    script: str,
+    timeout_s: float,
+    interface: str | None = None,
+    tolerate: int = 0,
 ) -> World:
     _led.append(layout)
-    return lead(layout, started, text, command=[sys.executable, script], timeout_s=timeout_s, interface=interface)
+    command = [sys.executable, script]
+    return lead(layout, started, text, command=command, timeout_s=timeout_s, interface=interface, tolerate=tolerate)
 
 
 def begin(composed: DictConfig, train: Train, script: str) -> float | None:
@@ -138,13 +145,18 @@ def _begin(composed: DictConfig, train: Train, script: str) -> float | None:
     stopping.begin(limit_s=settings.save_within_s, max_time=settings.max_time, checkpoint=cfg.ckpt_path, per_job=_is_sweep())
     if plan.layout.world == 1:
         return train(cfg, plan, None)
+    if started.by == "torchrun" and cfg.placement.tolerate:
+        raise UserError(
+            f"placement.tolerate={cfg.placement.tolerate}: torchrun ends all processes when one has ended; start the run by hand or by SLURM"
+        )
     if _is_sweep() and plan.layout.hosts > 1:
         raise UserError(f"placement.hosts={plan.layout.hosts}: each job of a sweep starts its own processes, on one host")
     told = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
     if cfg.ckpt_path is not None:
         told.ckpt_path = str(Path(cfg.ckpt_path).absolute())  # the others may stand in another folder
     text = OmegaConf.to_yaml(told)
-    with _lead_run(plan.layout, started, text, script, cfg.placement.timeout_s, cfg.placement.interface) as world:
+    placement = cfg.placement
+    with _lead_run(plan.layout, started, text, script, placement.timeout_s, placement.interface, placement.tolerate) as world:
         return train(cfg, plan, world)
 
 

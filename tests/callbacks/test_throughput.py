@@ -85,6 +85,9 @@ class Split(Colocated):
         self.asked += 1
         return self.counters
 
+    def serving(self) -> int:
+        return self.layout.targets
+
 
 class Module(L.LightningModule):
     """Takes a second for a step; the second step takes three, the first after a validation or checkpoint very long."""
@@ -188,6 +191,7 @@ def test_split_says_who_waits(clock: Clock, tmp_path: Path, capsys: pytest.Captu
         "wait_share": (1 / 8 + 2 / 8) / 2,
         "target_wait_share": (6 / 8 + 5 / 8 + 4 / 8) / 3,
         "queue_depth": (1 + 2) / 2,
+        "targets": 3,
     }
     assert [row["step"] for row in logged] == [3, 6, 9]
     for row, pace in zip(logged, (2 / 4, 1, 1), strict=True):
@@ -261,6 +265,7 @@ def test_flows_that_are_late(clock: Clock, tmp_path: Path, capsys: pytest.Captur
             "pipeline/wait_share": (1 / 8 + 0) / 2,
             "pipeline/target_wait_share": (0 + 1 + 0) / 3,
             "pipeline/queue_depth": 1.0,
+            "pipeline/targets": 3,
         }
     )
     capsys.readouterr()

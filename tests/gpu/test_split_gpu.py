@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.soak import Kill, prepare, soak
 from tests.test_train import run
 
 pytestmark = [
@@ -36,3 +38,26 @@ def test_a_split_run_over_nccl_is_the_colocated_one(tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, rel=1e-2)
     assert not any(column(split, "compile/recompiles"))
     assert column(split, "acceptance/tau_greedy") == pytest.approx(column(colocated, "acceptance/tau_greedy"), abs=0.2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_target_over_nccl_comes_back(tmp_path: Path, signum: signal.Signals) -> None:
+    """Receives that were in flight are aborted, and a communicator is made while the drafter trains."""
+    prepare(tmp_path, rows=60, tokens=100)
+    result = soak(
+        tmp_path,
+        "trainer.threads=null",
+        steps=400,
+        targets=2,
+        every=0.5,
+        mib=64.0,
+        kills=[Kill(100, 1, signum)],
+        restarts=1,
+        timeout_s=10.0,
+    )
+    print((tmp_path / "said.txt").read_text()[-6000:])
+    print(result["verdict"])
+    assert [event["kind"] for event in result["events"]] == [signum.name, "restarted", "back"]
+    assert len(column(tmp_path / "run", "train/loss")) == 400
+    assert not any(column(tmp_path / "run", "compile/recompiles"))

@@ -49,5 +49,6 @@ def main(composed: DictConfig) -> float | None:
 
 if __name__ == "__main__":
     where, rank = os.environ["FAULT"].split(":")
-    plant(where, int(rank))
+    if how_started().by != "rejoin":  # who takes the place of one that has failed does not fail
+        plant(where, int(rank))
     raise SystemExit(launch(main, train, __file__))

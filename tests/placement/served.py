@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from dflash_lit.errors import UserError
-from dflash_lit.placement.channel import _ROWS, Channel, Pending, _bytes
+from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.layout import Layout, Role
-from dflash_lit.placement.remote_target import RemoteTarget
+from dflash_lit.placement.link import _ROWS
+from dflash_lit.placement.messages import as_bytes
+from dflash_lit.placement.remote_target import Asked, RemoteTarget
 from dflash_lit.placement.started import how_started
 from dflash_lit.placement.strategy import LocalTarget
 from dflash_lit.placement.target_worker import serve
@@ -76,7 +79,7 @@ def target_rank(world: World) -> None:
         return counted(*arguments)
 
     target.features_and_last_hidden = features_and_last_hidden  # type: ignore[method-assign]
-    serve(world, lambda: Channel(world, CPU, "gloo"), target, LAYERS, teacher=True, rows=ROWS, row_tokens=TOKENS)
+    serve(world, lambda: ServingChannel(world, CPU, "gloo"), target, LAYERS, teacher=True, rows=ROWS, row_tokens=TOKENS)
 
 
 def drafter_rank(world: World) -> None:
@@ -95,7 +98,8 @@ def drafter_rank(world: World) -> None:
     if world.rank == 0:
         facts |= not_received(world, channel)
     remote.goodbye()
-    facts["left"] = [len(channel._sent), len(remote._asked)]
+    facts["left"] = [len(channel.links), len(remote._asked)]
+    facts["threads"] = [thread.name for thread in threading.enumerate() if "arrivals" in thread.name]
     facts["flow"] = [world.flow.batches, world.flow.tokens]
     (Path(os.environ["OUT"]) / f"{world.rank}.json").write_text(json.dumps(facts))
 
@@ -106,7 +110,7 @@ def meet(world: World, where: str) -> None:
         world.told(f"{where}/{rank}")
 
 
-def wait_for(pendings: list[Pending], seconds: float = 30.0) -> bool:
+def wait_for(pendings: list[Asked], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not all(pending.arrived() for pending in pendings):
         if time.monotonic() > deadline:
@@ -131,9 +135,9 @@ def asked_by_both(world: World, remote: RemoteTarget, local: LocalTarget) -> dic
 def called(channel: Channel, remote: RemoteTarget) -> dict[str, Any]:
     errors = []
     for kind in ("user", "other", "stubborn"):
-        channel.call(2, refuse, kind)
+        answer = channel.call(2, refuse, kind)
         try:
-            channel.answer(2)
+            answer.take()
         except Exception as error:
             errors.append([type(error).__name__, str(error)])
     return {"doubled": list(remote.each(double, range(5))), "errors": errors}
@@ -184,7 +188,7 @@ def remembered(world: World, channel: Channel, remote: RemoteTarget) -> dict[str
     batch = batch_of(1)
     for _ in range(50):
         remote.with_features(batch)
-    kept = len(channel._sent)
+    kept = len(channel.links[2]._sent)
     gone = [remote.ask(batch) for _ in range(3)]
     for pending in gone:
         remote.abandon(pending)
@@ -200,7 +204,7 @@ def not_received(world: World, channel: Channel) -> dict[str, Any]:
     rows = torch.stack([batch[name].to(torch.int32) for name in names]).contiguous()
     before, wanted = world.told("computed"), 8
     for _ in range(wanted):
-        channel._send(2, _ROWS, rows, *rows.shape[1:])
+        channel.links[2]._request(_ROWS, rows, *rows.shape[1:])
     ahead, still = 0, time.monotonic()
     while time.monotonic() - still < 1.0:  # until it has computed nothing for so long
         time.sleep(0.02)
@@ -209,7 +213,7 @@ def not_received(world: World, channel: Channel) -> dict[str, Any]:
     buffers = [torch.empty(ROWS, TOKENS, width) for width in (2 * 256, 256)]
     for _ in range(wanted):
         for buffer in buffers:
-            channel._data.recv([_bytes(buffer)], 2, 5).wait()
+            channel.links[2]._data.recv([as_bytes(buffer)], 1, 5).wait()
     return {"ahead": ahead, "then": world.told("computed") - before}
 
 

@@ -25,7 +25,7 @@ def test_it_travels_short() -> None:
 
 
 def test_who_is_a_source() -> None:
-    assert isinstance(SimpleNamespace(layout=Layout(1, 1), flows=dict), FlowSource)
+    assert isinstance(SimpleNamespace(layout=Layout(1, 1), flows=dict, serving=int), FlowSource)
     assert not isinstance(SimpleNamespace(layout=Layout(1, 1)), FlowSource)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_lit.placement.channel import Pending
 from dflash_lit.placement.feature_loader import PrefetchingLoader
+from dflash_lit.placement.link import Pending
 
 
 class Source:

@@ -21,10 +21,13 @@ import torch.distributed as dist
 
 from dflash_lit.errors import UserError
 from dflash_lit.placement import secret
-from dflash_lit.placement.channel import Call, Channel, Goodbye, Rows
+from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.interfaces import address_of, interface_of, listening_address, on_interface
 from dflash_lit.placement.layout import Layout
+from dflash_lit.placement.link import Answer, Call, DrafterLink, Rows
+from dflash_lit.placement.members import LOG, Entry, Members, add
+from dflash_lit.placement.messages import Messages
 from dflash_lit.placement.secret import ForgedError, Key, find_secret
 from dflash_lit.placement.signed_pickle import seal, unseal
 from dflash_lit.placement.signed_store import LARGEST, SignedStore
@@ -111,11 +114,25 @@ def test_an_old_beat_that_comes_again_is_no_sign_of_life() -> None:
         end=lambda: None,
     )
     flow = Flow().to_json()
-    beats = [str([number, flow]).replace("'", '"').encode() for number in (1, 2)]
+    beats = [str([0, number, flow]).replace("'", '"').encode() for number in (1, 2)]
     assert watch._silent([b"", beats[0]], 1.0, 0.0) is None
     assert watch._silent([b"", beats[1]], 2.0, 0.0) is None
     assert watch._silent([b"", beats[0]], 6.0, 0.0) is None
     assert "rank 1 (target, host 0) has not been heard of for 5 s" in str(watch._silent([b"", beats[1]], 7.5, 0.0))
+
+
+def test_a_log_of_target_ranks_that_was_put_back_is_refused() -> None:
+    """Signed, but old: it would have a rank serve that was lost."""
+    store, layout = signed(dist.HashStore()), Layout(2, 1)
+    store.set(LOG, "[]")
+    quiet: dict[str, Any] = {"flow": Flow, "children": lambda: None, "parent": None, "keeper": "rank 0", "end": lambda: None}
+    watch = Watch(store, layout, 0, stale_s=5, start_s=5, tolerate=1, **quiet)
+    old = add(store, b"[]", Entry("joined", 1))
+    watch._read(old)
+    watch._read(add(store, old, Entry("lost", 1, 0, "rank 1 is gone")))
+    with pytest.raises(ForgedError, match="the log of target ranks in the run's store was refused: entries of it are missing"):
+        watch._read(old)
+    assert set(watch.members.missing) == {1}
 
 
 # -- the channel
@@ -132,64 +149,86 @@ class Trap:
 
 
 @pytest.fixture
-def ends(request: pytest.FixtureRequest) -> tuple[Channel, Channel]:
+def ends(request: pytest.FixtureRequest) -> tuple[DrafterLink, ServingChannel]:
     """A drafter's end and a target's, of a run without anything else; the drafter knows another secret if asked to."""
     raw, layout = dist.HashStore(), Layout(1, 1)
     settings = getattr(request, "param", {})
 
-    def end(rank: int) -> Channel:
-        world: Any = SimpleNamespace(
+    def world(rank: int) -> Any:
+        return SimpleNamespace(
             layout=layout,
             rank=rank,
             host=0,
+            life=0,
+            members=Members(layout, 0),
             watch=SimpleNamespace(check=lambda: None),
             key=lambda *purpose: Key(settings.get("secret", SECRET) if rank == 0 else SECRET, *purpose),
-            group=lambda name, rank, size: dist.ProcessGroupGloo(
+            group=lambda name, rank, size, stores: dist.ProcessGroupGloo(
                 dist.PrefixStore(name, raw), rank, size, timedelta(seconds=30)
             ),
         )
-        return Channel(world, torch.device("cpu"), "gloo", limit_gib=settings.get("limit_gib", 4.0) if rank == 1 else 4.0)
 
+    cpu = torch.device("cpu")
     with ThreadPoolExecutor(2) as threads:
-        drafter, target = threads.map(end, range(2))
-    return drafter, target
+        drafter = threads.submit(Channel, world(0), cpu, "gloo")
+        target = threads.submit(ServingChannel, world(1), cpu, "gloo", limit_gib=settings.get("limit_gib", 4.0))
+    return drafter.result().links[1], target.result()
 
 
-def test_requests_and_answers(ends: tuple[Channel, Channel]) -> None:
+def test_requests_and_answers(ends: tuple[DrafterLink, ServingChannel]) -> None:
     drafter, target = ends
     rows = torch.arange(24, dtype=torch.int32).reshape(3, 2, 4)
-    drafter._send(1, 1, rows, 2, 4)
-    drafter.call(1, max, 3)
+    drafter._request(1, rows, 2, 4)
+    answer = drafter.call(max, 3)
     request = target.next_request()
     assert isinstance(request, Rows)
     assert torch.equal(request.rows, rows)
     assert target.next_request() == Call(0, max, (3,))
     target.send_answer(0, True, "yes")
-    assert drafter.answer(1) == "yes"
-    drafter._send(1, 3, None)
-    assert target.next_request() == Goodbye(0)
+    assert answer.take() == "yes"
+    drafter._request(3, None)
+    assert target.next_request() is None  # all have said goodbye
 
 
 @pytest.mark.parametrize("ends", [{"secret": "f" * 32}], indirect=True)
-def test_a_strangers_call_is_neither_made_nor_unpickled(ends: tuple[Channel, Channel], tmp_path: Path) -> None:
+def test_a_strangers_call_is_neither_made_nor_unpickled(ends: tuple[DrafterLink, ServingChannel], tmp_path: Path) -> None:
     drafter, target = ends
-    drafter.call(1, Trap(tmp_path / "ran"))
+    drafter.call(Trap(tmp_path / "ran"))
     with pytest.raises(ForgedError, match="a message to local rank 1 was refused: local rank 0, from which it claims to be"):
         target.next_request()
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_message_that_comes_again_is_refused(ends: tuple[Channel, Channel]) -> None:
+@pytest.mark.parametrize("ends", [{"secret": "f" * 32}], indirect=True)
+def test_a_strangers_answer_is_not_unpickled(ends: tuple[DrafterLink, ServingChannel], tmp_path: Path) -> None:
     drafter, target = ends
-    drafter.call(1, max, 3)
+    target.send_answer(0, True, Trap(tmp_path / "ran"))
+    answer = Answer(drafter)
+    drafter._unanswered.append(answer)
+    with pytest.raises(ForgedError, match="a message to local rank 0 was refused: local rank 1, from which it claims to be"):
+        answer.take()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_message_that_comes_again_is_refused(ends: tuple[DrafterLink, ServingChannel]) -> None:
+    drafter, target = ends
+    drafter.call(max, 3)
     target.next_request()
-    drafter._numbers.clear()  # the same bytes once more
-    drafter.call(1, max, 3)
+    drafter._messages._sent.clear()  # the same bytes once more
+    drafter.call(max, 3)
     with pytest.raises(ForgedError):
         target.next_request()
 
 
-def test_a_body_that_is_not_the_headers_is_refused(ends: tuple[Channel, Channel], tmp_path: Path) -> None:
+def test_a_message_to_the_process_that_was_lost_is_refused_by_the_next_one() -> None:
+    before, since = (Key(SECRET, "link", f"host/0/0-1/{life}") for life in (0, 1))
+    message = Messages(before, 0, 1, 4.0).header(1, 2, None)
+    assert Messages(before, 1, 0, 4.0).read(1, message).kind == 2
+    with pytest.raises(ForgedError):
+        Messages(since, 1, 0, 4.0).read(1, message)
+
+
+def test_a_body_that_is_not_the_headers_is_refused(ends: tuple[DrafterLink, ServingChannel], tmp_path: Path) -> None:
     drafter, target = ends
     body = pickle.dumps((max, (3,)))
     trap = pickle.dumps(Trap(tmp_path / "ran"))
@@ -197,24 +236,24 @@ def test_a_body_that_is_not_the_headers_is_refused(ends: tuple[Channel, Channel]
     real, false = (torch.frombuffer(bytearray(data.ljust(length, b".")), dtype=torch.uint8) for data in (body, trap))
     send = drafter._control.send
     drafter._control = SimpleNamespace(send=lambda tensors, rank, tag: send([false] if tag == 2 else tensors, rank, tag))
-    drafter._send(1, 2, real)
+    drafter._request(2, real)
     with pytest.raises(ForgedError):
         target.next_request()
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("ends", [{"limit_gib": 0.001}], indirect=True)
-def test_a_message_that_is_too_large(ends: tuple[Channel, Channel]) -> None:
+def test_a_message_that_is_too_large(ends: tuple[DrafterLink, ServingChannel]) -> None:
     """The target's limit is the smaller one here, so that what the drafter sends meets it on the way in."""
     drafter, target = ends
-    drafter.call(1, len, bytes(100))
+    answer = drafter.call(len, bytes(100))
     target.next_request()
     target.send_answer(0, True, bytes(2**21))
     with pytest.raises(
         ValueError, match=r"a message of 0\.00195 GiB .* the limit is placement\.message_limit_gib=0\.001; raise it"
     ):
-        drafter.answer(1)
-    drafter.call(1, len, bytes(2**21))
+        answer.take()
+    drafter.call(len, bytes(2**21))
     with pytest.raises(ValueError, match=r"placement\.message_limit_gib=0\.001"):
         target.next_request()
 

@@ -31,6 +31,7 @@ class Children:
     def __init__(self, first_rank: int) -> None:
         self.first_rank = first_rank
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._dropped: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> None:
         """Start one for each local rank of ``environments``; nothing of Lightning's or Hydra's in their command line."""
@@ -45,17 +46,29 @@ class Children:
 
     def failed(self) -> tuple[int, str] | None:
         """Physical rank of one that has ended badly, and how."""
-        for local, process in self.processes.items():
+        for process in self._dropped:
+            process.poll()  # collects it
+        for local, process in list(self.processes.items()):
             code = process.poll()
             if code:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 return self.first_rank + local, how
         return None
 
+    def drop(self, rank: int) -> None:
+        """One that the run goes on without: it is killed, if it is still there, and how it has ended means nothing.
+
+        Args:
+            rank: physical.
+        """
+        if (process := self.processes.pop(rank - self.first_rank, None)) is not None:
+            process.kill()  # also one that is stopped; of one that has ended this knows
+            self._dropped.append(process)
+
     def wait(self, seconds: float) -> bool:
         """Whether all have ended by themselves within that time."""
         deadline = time.monotonic() + seconds
-        for process in self.processes.values():
+        for process in [*self.processes.values(), *self._dropped]:
             try:
                 process.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
@@ -64,7 +77,7 @@ class Children:
 
     def kill(self) -> None:
         """End what still runs, stopped ones too, and collect them."""
-        for process in self.processes.values():
+        for process in list(self.processes.values()):
             if process.poll() is None:
                 process.kill()
         self.wait(_COLLECT_S)

@@ -63,6 +63,10 @@ class FlowSource(Protocol):
         """Newest known counters by physical rank; those of other processes are as old as their last heartbeat."""
         ...
 
+    def serving(self) -> int:
+        """Target ranks that are there, of all hosts."""
+        ...
+
 
 class DeviceTimer:
     """Adds up how long a device worked on measured blocks; the host never waits for it.

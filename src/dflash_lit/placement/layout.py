@@ -121,14 +121,18 @@ class Layout:
         """
         return [(drafter, target) for drafter in self.drafters_of_host(host) for target in self.targets_of_host(host)]
 
-    def target_of(self, physical: int, request: int) -> int:
+    def target_of(self, physical: int, request: int, serving: Sequence[int] | None = None) -> int:
         """Physical rank of the target that serves a drafter's request number ``request`` (from 0).
 
         Features stay inside the host. While its drafters are in step, the loads of its targets differ by 1 at most.
+
+        Args:
+            serving: the targets of the host that are there; all.
         """
         host, local = divmod(self.drafter_rank(physical), self.drafters)
         turn = request * self.drafters + local
-        return self.targets_of_host(host)[turn % self.targets]
+        targets = serving or self.targets_of_host(host)
+        return targets[turn % len(targets)]
 
     def global_rows(self, rows_per_batch: int, accumulate: int = 1) -> int:
         """Rows that an optimizer step learns from."""

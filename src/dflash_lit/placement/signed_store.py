@@ -37,6 +37,10 @@ class SignedStore(dist.Store):
         """The same with a prefix of its own."""
         return SignedStore(self._store, self._key, f"{self._prefix}{prefix}/")
 
+    def move(self, other: SignedStore) -> None:
+        """Use the connection of another from now on, and let go of the own one; for a group that is kept after it has met."""
+        self._store = other._store
+
     def _sealed(self, name: str, value: bytes) -> bytes:
         if len(value) > LARGEST:
             raise ValueError(f"{name}: a value of {len(value)} bytes is more than the {LARGEST} that ranks tell each other")

@@ -1,9 +1,13 @@
-"""How this process was started, and where it stands: by hand, by this package, by torchrun or by SLURM."""
+"""How this process was started, and where it stands: by hand, by this package, by torchrun or by SLURM; or again, in place of a
+target rank that was lost."""
 
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -13,9 +17,10 @@ from dflash_lit.errors import UserError
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.secret import VARIABLE as SECRET
 
-__all__ = ["DrafterEnvironment", "Started", "child_environment", "how_started"]
+__all__ = ["DrafterEnvironment", "Started", "child_environment", "how_started", "rejoin_line"]
 
 _LOCAL_RANK, _HOST = "DFLASH_LIT_LOCAL_RANK", "DFLASH_LIT_HOST"
+_REJOIN = "DFLASH_LIT_REJOIN"
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Started:
     """Where a process stands before it knows the layout.
 
     Attributes:
-        by: who started it. "hand" is a plain ``python train.py``, one process a host, which starts the others of its host.
+        by: who started it. "hand" is a plain ``python train.py``, one process a host, which starts the others of its host;
+            "rejoin" is one target rank by hand, in place of one that was lost.
         host: number of its host, from 0.
         local_rank: on its host.
         address, port: of the store that physical rank 0 keeps (torchrun: its agent); port 0 if any free one will do.
@@ -31,7 +37,7 @@ class Started:
         per_host: how many of them are on each host.
     """
 
-    by: Literal["hand", "us", "torchrun", "slurm"]
+    by: Literal["hand", "us", "torchrun", "slurm", "rejoin"]
     host: int = 0
     local_rank: int = 0
     address: str = "127.0.0.1"
@@ -98,6 +104,13 @@ def how_started() -> Started:
             raise UserError(f"{name}={env[name]!r} in the environment: must be a whole number") from None
 
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), number("MASTER_PORT", 0)
+    if _REJOIN in env:
+        if (local := number(_REJOIN, 0)) < 1 or not port:
+            raise UserError(
+                f"{_REJOIN}={local}: start a lost target rank again with the line that the run printed when it was lost: the rank's "
+                "number on its host, MASTER_ADDR and MASTER_PORT"
+            )
+        return Started("rejoin", number("NODE_RANK", 0), local, address, port)
     if _LOCAL_RANK in env:
         return Started("us", number(_HOST, 0), number(_LOCAL_RANK, 0), address, port)
     if TorchElasticEnvironment.detect():
@@ -132,6 +145,22 @@ def child_environment(started: Started, local_rank: int, address: str, port: int
         "MASTER_PORT": str(port),
         SECRET: secret,
     }
+
+
+def rejoin_line(layout: Layout, rank: int, address: str, port: int, command: Sequence[str]) -> str:
+    """What to type on the host of a lost target rank to start it again.
+
+    Args:
+        rank: physical.
+        command: as the other processes of the run are started.
+    """
+    host = f"NODE_RANK={layout.host(rank)} " if layout.hosts > 1 else ""
+    script = [
+        os.path.relpath(part) if os.path.isabs(part) and Path(part).is_relative_to(Path.cwd()) else part for part in command[1:]
+    ]
+    return f"{host}MASTER_ADDR={address} MASTER_PORT={port} {_REJOIN}={layout.local_rank(rank)} " + shlex.join(
+        ["python", *script]
+    )
 
 
 class DrafterEnvironment(ClusterEnvironment):

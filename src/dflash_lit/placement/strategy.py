@@ -211,6 +211,10 @@ class SplitStrategy(DrafterGroupStrategy):
         """Newest known counters of all ranks, by physical rank."""
         return self.world.flows()
 
+    def serving(self) -> int:
+        """Target ranks that are there, of all hosts."""
+        return len(self.world.members.joined)
+
     def process_dataloader(self, dataloader: object) -> FeatureLoader:
         """Lightning's hook for every loader (training, validation, test, sanity check): ask for the features ahead here."""
         return PrefetchingLoader(dataloader, self.source, self.prefetch)

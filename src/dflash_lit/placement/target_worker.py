@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dflash_lit.compilation.seal import Seal
 from dflash_lit.compilation.warmup import Made, undisturbed, warm_up
-from dflash_lit.placement.channel import Call, Channel, Goodbye
+from dflash_lit.errors import UserError
+from dflash_lit.placement.channel import ServingChannel
 from dflash_lit.placement.flow import DeviceTimer
+from dflash_lit.placement.link import Call
 from dflash_lit.placement.world import World
 from dflash_lit.target.frozen import FrozenTarget
 from dflash_lit.target.reader import TargetReader
@@ -25,7 +28,7 @@ SENDS = 2
 
 def serve(
     world: World,
-    channel: Callable[[], Channel],
+    channel: Callable[[], ServingChannel],
     target: FrozenTarget,
     layer_ids: Sequence[int],
     *,
@@ -49,17 +52,22 @@ def serve(
 
     seal = _warm_up(world, target, features, rows, row_tokens)
     facts = {"fingerprint": target.fingerprint, "eos_ids": target.eos_ids, "no_trees": target.no_trees}
-    world.tell(f"target/{world.rank}", facts)
+    if world.life:
+        _check_same(world, facts)
+        world.announce("ready")
+    else:
+        world.tell(f"target/{world.rank}", facts)
     link = channel()
+    world.announce("joined")
     timer, flow = DeviceTimer(target.device), world.flow
-    left, tensors = world.layout.drafters, 2 if teacher else 1
-    while left:
+    tensors = 2 if teacher else 1
+    while True:
         began = time.perf_counter()
         request = link.next_request()
+        if request is None:
+            break
         flow.waited_s += time.perf_counter() - began
-        if isinstance(request, Goodbye):
-            left -= 1
-        elif isinstance(request, Call):
+        if isinstance(request, Call):
             try:
                 good, value = True, request.function(target, *request.arguments)
             except Exception as error:  # the caller's to handle, or to end the run with
@@ -77,6 +85,19 @@ def serve(
     link.finish()
     if seal is not None:
         seal.open()
+
+
+def _check_same(world: World, facts: Mapping[str, object]) -> None:
+    """Whether a rank that was started again holds the model that it held before.
+
+    Raises:
+        UserError: if not.
+    """
+    before = world.told(f"target/{world.rank}")
+    if json.loads(json.dumps(facts)) != before:
+        raise UserError(
+            f"{world.layout.who(world.rank)} has read another model than before it was lost: put back the same files"
+        )
 
 
 def _warm_up(

@@ -17,11 +17,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,10 @@ from dflash_lit.placement.children import Children, die_with_parent, ignore_stop
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.interfaces import listening_address, on_interface
 from dflash_lit.placement.layout import Layout, Role
+from dflash_lit.placement.members import LOG, Entry, Members, add
 from dflash_lit.placement.secret import Key, find_secret, new_secret
 from dflash_lit.placement.signed_store import SignedStore
-from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment
+from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment, rejoin_line
 from dflash_lit.placement.watch import STOPPED, Watch, beats_of, client
 from dflash_lit.stopping import stopping
 
@@ -57,11 +58,12 @@ class World:
     Attributes:
         layout: who is what.
         rank: physical.
-        store: shared by all ranks, signed.
-        plain_store: the same without signatures, for NCCL, which uses it from threads of its own.
+        stores: shared by all ranks.
         watch: of this rank.
         flow: what this rank has moved so far; whoever moves something counts it here.
         children: the other processes of this host, if this one started them.
+        life: how many processes of this rank were lost before this one.
+        tolerate: how many target ranks may be missing at a time.
     """
 
     def __init__(
@@ -77,17 +79,20 @@ class World:
         interface: str | None = None,
         children: Children | None = None,
         parent: int | None = None,
+        tolerate: int = 0,
+        life: int = 0,
+        command: Sequence[str] = (),
     ) -> None:
         self.layout, self.started, self.timeout_s = layout, started, timeout_s
+        self.tolerate, self.life, self._command = tolerate, life, command
         self.rank = layout.physical_rank(started.host, started.local_rank)
         self.address, self.port = address, port
-        self.store, self.plain_store = run.of(store), dist.PrefixStore(run.prefix, store)
+        self.stores = Stores.of(run, store)
         self._run, self._interface = run, interface
         self.children = children
         self.flow = Flow()
         self.ended = False
         self._cleanups: list[Callable[[], object]] = []
-        self._kept: list[SignedStore] = []
         if self.rank == 0:
             beats_of(layout, self.store.under("watch"))
         self.watch = Watch(
@@ -101,6 +106,9 @@ class World:
             parent=parent,
             keeper="torchrun" if agent_store() else layout.who(0),
             end=self._end_at_once,
+            tolerate=tolerate,
+            life=life,
+            changed=self._members_changed,
         )
 
     @property
@@ -136,35 +144,80 @@ class World:
         Raises:
             RankError: if a rank has failed meanwhile.
         """
+        self._wait(lambda: self.store.check([name]))
+        return json.loads(self.store.get(name))
+
+    def _wait(self, over: Callable[[], bool]) -> None:
         pause = 0.01
-        while not self.store.check([name]):
+        while not over():
             self.watch.check()
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
-        return json.loads(self.store.get(name))
 
-    def group(self, name: str, rank: int, size: int) -> Any:
+    def is_done(self, rank: int) -> bool:
+        """Whether a rank has nothing more to do."""
+        return self.store.check([f"done/{rank}"])
+
+    @property
+    def store(self) -> SignedStore:
+        """Shared by all ranks."""
+        return self.stores.signed
+
+    def more_stores(self) -> Stores:
+        """The store by a connection of its own, for another thread: one that waits blocks all who use it."""
+        return Stores.of(self._run, client(self.address, self.port, _START_S))
+
+    def group(self, name: str, rank: int, size: int, stores: Stores | None = None) -> Any:
         """A ``ProcessGroupGloo`` of its own, unknown to torch.distributed's default one. Its stubs lack most methods."""
-        return dist.ProcessGroupGloo(self._store_of(name), rank, size, NO_LIMIT)
-
-    def _store_of(self, name: str) -> SignedStore:
-        """Of a group; kept as long as this is, since the group does not keep what is Python's."""
-        self._kept.append(self.store.under(name))
-        return self._kept[-1]
+        return _Group((stores or self.stores).signed.under(name), rank, size)
 
     def key(self, *purpose: str) -> Key:
         """To sign what ranks tell each other past the store."""
         return self._run.key(*purpose)
+
+    # -- target ranks that are lost and come back
+
+    @property
+    def members(self) -> Members:
+        """The target ranks that serve, as far as this rank has heard."""
+        return self.watch.members
+
+    def announce(self, kind: Literal["ready", "joined"]) -> None:
+        """Of this target rank, to all."""
+        store = self.store.under("watch")
+        entry, text = Entry(kind, self.rank, self.life), store.get(LOG)
+        while entry not in (members := Members.read(self.layout, self.tolerate, text)).log:
+            if members.is_over(self.rank, self.life):
+                return  # the watch ends this process
+            text = add(store, text, entry)
+
+    def _members_changed(self, entry: Entry, members: Members) -> None:
+        """In a thread of the watch: end what is given up, and say what has changed."""
+        if entry.kind == "lost" and self.children is not None and not entry.life:
+            self.children.drop(entry.rank)  # no more than kill: this thread has to go on beating
+        if self.rank != 0 or (entry.kind == "joined" and not entry.life) or entry.kind == "ready":
+            return
+        left = f"{len(members.joined)} of {len(members.lives)} target ranks serve"
+        if entry.kind == "joined":
+            print(f"{self.layout.who(entry.rank)} is back: {left}", file=sys.stderr, flush=True)
+            return
+        line = rejoin_line(self.layout, entry.rank, self.address, self.port, self._command)
+        print(
+            f"lost: {entry.why}; training goes on, {left} (placement.tolerate={self.tolerate}); to start it again on its host: {line}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def start_drafter_group(self, device: torch.device) -> None:
         """Make the default process group: the drafters alone, so that all of Lightning's collectives are right."""
         # The watch ends a run that hangs, and names who hangs. torch's own limits would end those who wait for a long validation on
         # rank 0, and NCCL's error handling would abort the partners of a rank that has failed before its name is known.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        self._of_drafters = self.store.under("drafters")  # kept: see _Group
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             timeout=NO_LIMIT,
-            store=dist.PrefixStore("drafters", self.plain_store) if device.type == "cuda" else self._store_of("drafters"),
+            store=dist.PrefixStore("drafters", self.stores.plain) if device.type == "cuda" else self._of_drafters,
             rank=self.drafter_rank,
             world_size=self.layout.drafter_world,
             device_id=device if device.type == "cuda" else None,
@@ -233,11 +286,10 @@ class World:
         """This rank is done. The one that keeps the store leaves last."""
         if self.ended:
             return
+        self.tell(f"done/{self.rank}", True)
         if self.rank == 0:
             for rank in range(1, self.layout.world):
-                self.told(f"done/{rank}")
-        else:
-            self.tell(f"done/{self.rank}", True)
+                self._wait(lambda rank=rank: rank in self.members.missing or self.is_done(rank))  # type: ignore[misc]
         self.watch.leave()
         if self.children is not None and not self.children.wait(self.timeout_s):
             print("some processes of this run did not end by themselves and are killed", file=sys.stderr)
@@ -271,6 +323,31 @@ class World:
         while self._cleanups:
             with contextlib.suppress(Exception):
                 self._cleanups.pop()()
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The run's store by one connection to it.
+
+    Attributes:
+        signed: for all but NCCL.
+        plain: the same without signatures, for NCCL, which uses it from threads of its own.
+    """
+
+    signed: SignedStore
+    plain: dist.Store
+
+    @classmethod
+    def of(cls, run: Run, store: dist.Store) -> Stores:
+        return cls(run.of(store), dist.PrefixStore(run.prefix, store))
+
+
+class _Group(dist.ProcessGroupGloo):
+    """Keeps its store: torch's own does not keep what is Python's."""
+
+    def __init__(self, store: SignedStore, rank: int, size: int) -> None:
+        super().__init__(store, rank, size, NO_LIMIT)
+        self.store = store
 
 
 @dataclass(frozen=True)
@@ -316,7 +393,14 @@ def _prefix() -> str:
 
 
 def lead(
-    layout: Layout, started: Started, config: str, *, command: list[str], timeout_s: float, interface: str | None = None
+    layout: Layout,
+    started: Started,
+    config: str,
+    *,
+    command: list[str],
+    timeout_s: float,
+    interface: str | None = None,
+    tolerate: int = 0,
 ) -> World:
     """Begin a run as physical rank 0.
 
@@ -325,14 +409,15 @@ def lead(
         command: starts another process of the run.
         timeout_s: a rank not heard of for so long ends the run.
         interface: ``placement.interface``.
+        tolerate: target ranks that may be missing at a time.
 
     Raises:
         UserError: if there are to be several hosts, and the environment does not say where they meet.
     """
     _check(layout, started)
     address = started.address
-    # Where nobody else starts processes of the run nobody else has to know its secret.
-    secret = new_secret() if started.starts_others and layout.hosts == 1 else find_secret()
+    # Where nobody else starts processes of the run nobody else has to know its secret. A lost target rank is started again by hand.
+    secret = new_secret() if started.starts_others and layout.hosts == 1 and not tolerate else find_secret()
     if agent_store():
         port = started.port
         store: dist.Store = client(address, port, _START_S)
@@ -366,9 +451,19 @@ def lead(
         timeout_s=timeout_s,
         interface=interface,
         children=children,
+        tolerate=tolerate,
+        command=command,
     )
-    facts = {"layout": [layout.targets, layout.drafters, layout.hosts], "timeout_s": timeout_s, "interface": interface}
-    world.tell("config", {"text": config, **facts})
+    world.tell(
+        "config",
+        {
+            "text": config,
+            "layout": [layout.targets, layout.drafters, layout.hosts],
+            "timeout_s": timeout_s,
+            "interface": interface,
+            "tolerate": tolerate,
+        },
+    )
     if children is not None:
         locals_ = range(1, layout.ranks_per_host)
         children.start(command, {local: child_environment(started, local, address, port, secret) for local in locals_})
@@ -395,9 +490,12 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         UserError: if rank 0 cannot be reached, or has another secret.
     """
     parent = die_with_parent() if started.by == "us" else None
-    ignore_stops()
-    stopping.follows = True
     port = started.port or 29500
+    if started.by == "rejoin":  # whose Ctrl-C is meant for it alone
+        _look_for(started.address, port)
+    else:
+        ignore_stops()
+        stopping.follows = True
     secret = find_secret()
     try:
         store = client(started.address, port, _START_S)
@@ -423,11 +521,46 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         interface=facts["interface"],
         children=children,
         parent=parent,
+        tolerate=facts["tolerate"],
+        life=_life(layout, started, run.of(store)) if started.by == "rejoin" else 0,
+        command=command,
     )
     if children is not None:
         locals_ = range(1, layout.ranks_per_host)
         children.start(command, {local: child_environment(started, local, started.address, port, secret) for local in locals_})
     return world, facts["text"]
+
+
+def _look_for(address: str, port: int) -> None:
+    """Whether there is a run, before torch's client waits for one.
+
+    Raises:
+        UserError: if not.
+    """
+    try:
+        socket.create_connection((address, port), 10).close()
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR={address} MASTER_PORT={port}: no run listens there: it is over, or the line is another's"
+        ) from error
+
+
+def _life(layout: Layout, started: Started, store: SignedStore) -> int:
+    """How many processes of a rank were lost before this one, which is to take their place.
+
+    Raises:
+        UserError: if it is no target, or not missing.
+    """
+    members = Members.read(layout, 0, store.under("watch").get(LOG))
+    if not started.local_rank < layout.ranks_per_host or (
+        rank := layout.physical_rank(started.host, started.local_rank)
+    ) not in (members.lives):
+        raise UserError(f"DFLASH_LIT_REJOIN={started.local_rank}: is no target rank of a host; {layout}")
+    if rank not in members.missing or rank in members.ready:
+        raise UserError(
+            f"DFLASH_LIT_REJOIN={started.local_rank}: {layout.who(rank)} was not lost, so there is nothing to start again"
+        )
+    return members.lives[rank]
 
 
 def _check(layout: Layout, started: Started) -> None:
