@@ -198,7 +198,7 @@ def test_killed_runs_go_on_without_loss_or_repeats(tmp_path: Path):
 
 def test_interrupted_runs_say_how_to_go_on(tmp_path: Path):
     prompts, out = write_prompts(tmp_path, COUNT), tmp_path / "out.jsonl"
-    with WaywardServer(slow(0.05)) as server:
+    with WaywardServer(slow(0.2)) as server:
         process = start(command(server, prompts, out, "--in-flight", "4"))
         wait_for_lines(out, 5, process)
         process.send_signal(signal.SIGINT)
