@@ -54,6 +54,7 @@ NOT_RUN = {
     r"python benchmarks/decode.py.*": "run by tests/benchmarks",
     r"python benchmarks/data.py .*": "minutes; what it measures is tested in tests/data",
     r"python benchmarks/placement.py .*": "minutes, of processes that are to have cores of their own",
+    r"python benchmarks/timeline.py .*": "draws what a GPU run has left; tests/benchmarks draws such a trace",
     r"dflash-lit wandb-workspace ENTITY/PROJECT": "needs the network",
     r"dflash-lit replay .*bad_steps/.*": "needs a step that went wrong; run by tests/guard",
     r"python benchmarks/kill_resume.py .*": "minutes; run small by tests/benchmarks",
