@@ -102,6 +102,7 @@ class ReadyTarget:
     compiled = False
     fingerprint = "ready"
     eos_ids = ()
+    no_trees: str | None = None
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pause: Callable[[], None]) -> None:
         self.device, self._pause = device, pause

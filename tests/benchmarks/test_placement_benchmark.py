@@ -17,11 +17,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from timeline import Lane, covered, draw, lanes, summary, union  # noqa: E402
 
+TINY = ("--target", "qwen3-8b", "--shape", "tiny", "--steps", "2", "--warm-up", "1", "--rounds", "1")
 
-def bench(*arguments: str) -> dict[str, Any]:
-    sizes = ["--target", "qwen3-8b", "--shape", "tiny", "--steps", "2", "--warm-up", "1", "--rounds", "1"]
+
+def bench(command: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "benchmarks/placement.py", "run", "--cpu", *sizes, *arguments],
+        [sys.executable, "benchmarks/placement.py", command, "--cpu", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -34,7 +35,7 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_target_elsewhere_makes_the_same_features_and_losses() -> None:
-    found = bench("--equal", "2")
+    found = bench("run", *TINY, "--equal", "2")
     assert found["features_equal"] == "2 of 2 batches"
     assert found["losses_equal"] == "3 of 3 steps"
     rates = found["tokens_per_s"]
@@ -42,10 +43,18 @@ def test_a_target_elsewhere_makes_the_same_features_and_losses() -> None:
 
 
 def test_a_drafter_with_its_own_target_leaves_a_trace(tmp_path: Path) -> None:
-    found = bench("--targets", "0", "--trace", str(tmp_path), "--steps", "6")
+    found = bench("run", *TINY, "--targets", "0", "--trace", str(tmp_path), "--steps", "6")
     assert (found["targets"], found["drafters"]) == (0, 1)
     (trace,) = tmp_path.iterdir()
     assert sum(end - begin for lane in lanes(trace) for begin, end in lane.computing) > 0
+
+
+def test_what_moves_features_and_does_not_compute() -> None:
+    found = bench("transport", "--rows", "2", "--tokens", "128", "--width", "96", "--repeats", "2", "--compute", "1")
+    assert found["mb"] == pytest.approx(2 * 128 * 96 * 2 / 1e6, abs=0.1)
+    asleep = bench("run", "--sleep-target", "5", "--sleep-drafter", "5", "--steps", "3", "--warm-up", "1", "--rounds", "1")
+    assert asleep["work"] == {"sleep_ms": [5.0, 5.0], "jitter": 0.0}
+    assert 0 < asleep["share"] < 2
 
 
 def trace(path: Path, *events: tuple[str, str, int, float, float], base: int = 0) -> Path:
