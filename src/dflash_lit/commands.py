@@ -35,7 +35,12 @@ def one_line(error: BaseException) -> str:
                 parts.append(text)
         # Hydra's parser says at which character, of which word it does not.
         if parts and isinstance(word := getattr(current, "override", None), str) and word not in " ".join(parts):
-            parts[0] = f"{word}: {parts[0]}"
+            key, _, value = word.partition("=")
+            # As that of the best checkpoint, which has its step in its name.
+            quoted = (
+                f"; quote a value with = in it: '{key}=\"{value}\"'" if "=" in value and not set(value) & set("'\"") else ""
+            )
+            parts[0] = f"{word}: {parts[0]}{quoted}"
         current = current.__cause__
     return "; ".join(parts[:3]) or type(error).__name__
 
