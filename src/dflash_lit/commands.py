@@ -27,6 +27,11 @@ def one_line(error: BaseException) -> str:
             text = line.strip()
             if (key := text.removeprefix("full_key: ")) != text and parts and not any(key in part for part in parts):
                 parts[-1] += f" (in {key})"
+            if text == "Config search path:":  # Hydra's own, and the last that it says
+                break
+            if text and parts and parts[-1].startswith("Available options in"):  # Hydra lists them a line each
+                parts[-1] += f" {text}" if parts[-1].endswith(":") else f", {text}"
+                continue
             if (
                 text
                 and not text.startswith(("full_key:", "object_type=", "reference_type=", "To append to your config"))

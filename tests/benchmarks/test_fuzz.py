@@ -123,6 +123,12 @@ def test_a_word_that_cannot_be_parsed_is_named() -> None:
     assert "quote" not in one_line(caught.value)
 
 
+def test_a_choice_that_does_not_exist_names_all_that_do() -> None:
+    options = "Available options in 'objective':\n\tdflash\n\tdpace\n\tsoft\nConfig search path:\n\tprovider=main"
+    error = ValueError(f"Could not find 'objective/no'\n\n{options}")
+    assert one_line(error) == "Could not find 'objective/no'; Available options in 'objective': dflash, dpace, soft"
+
+
 def test_the_best_checkpoint_has_to_be_quoted() -> None:
     parser = OverridesParser.create()
     with pytest.raises(OverrideParseException) as caught:
