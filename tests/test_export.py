@@ -371,3 +371,13 @@ def test_only_an_export_is_ever_replaced(tmp_path: Path) -> None:
     assert (notes / "a.txt").read_text() == "mine"
     out = save_drafter(drafter, tmp_path / "out")
     assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_what_others_leave_empty_is_left_out(tmp_path: Path) -> None:
+    folder = save_drafter(lively_drafter(drafter_config()), tmp_path / "drafter")
+    told = json.loads((folder / "config.json").read_text())
+    told["initializer_range"] = None
+    told["dflash_config"] |= {"causal": None, "target_fingerprint": None, "sha256": None}
+    (folder / "config.json").write_text(json.dumps(told))
+    config = load_drafter(folder).config
+    assert (config.causal, config.initializer_range, config.target_fingerprint) == (False, 0.02, "")

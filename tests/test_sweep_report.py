@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dflash_lit.errors import UserError
 from dflash_lit.report import main
 from dflash_lit.sweep_report import ranking, sweep_report
 from dflash_lit.sweep_results import read_sweep, settings
+from dflash_lit.sweeps.end import SweepEnd
 from dflash_lit.sweeps.outcome import Outcome
 from tests.test_report import Page
 
@@ -119,6 +121,14 @@ def test_the_ranking_fits_a_terminal(sweep: Path, tmp_path: Path) -> None:
     assert lines[-2:] == [["4", "14", "1", "2.700"], ["2", "7", "1", "2.600"]]
     job(tmp_path / "failed", 0, ["seed=1"], None)
     assert ranking(read_sweep(tmp_path / "failed")) is None
+
+
+def test_the_line_that_runs_the_best_again_is_a_line_of_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a sweep"
+    job(folder, 0, ["seed=1", "optimized_metric=val/chain_eal"], {"val/chain_eal": 1.0})
+    SweepEnd().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}}))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("the best again: "))
+    assert shlex.split(line.removeprefix("the best again: "))[2:] == ["--config-dir", str(folder), "--config-name", "best"]
 
 
 def test_hostile_values_are_text(tmp_path: Path) -> None:

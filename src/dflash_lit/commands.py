@@ -27,6 +27,11 @@ def one_line(error: BaseException) -> str:
             text = line.strip()
             if (key := text.removeprefix("full_key: ")) != text and parts and not any(key in part for part in parts):
                 parts[-1] += f" (in {key})"
+            if text == "Config search path:":  # Hydra's own, and the last that it says
+                break
+            if text and parts and parts[-1].startswith("Available options in"):  # Hydra lists them a line each
+                parts[-1] += f" {text}" if parts[-1].endswith(":") else f", {text}"
+                continue
             if (
                 text
                 and not text.startswith(("full_key:", "object_type=", "reference_type=", "To append to your config"))
@@ -35,7 +40,12 @@ def one_line(error: BaseException) -> str:
                 parts.append(text)
         # Hydra's parser says at which character, of which word it does not.
         if parts and isinstance(word := getattr(current, "override", None), str) and word not in " ".join(parts):
-            parts[0] = f"{word}: {parts[0]}"
+            key, _, value = word.partition("=")
+            # As that of the best checkpoint, which has its step in its name.
+            quoted = (
+                f"; quote a value with = in it: '{key}=\"{value}\"'" if "=" in value and not set(value) & set("'\"") else ""
+            )
+            parts[0] = f"{word}: {parts[0]}{quoted}"
         current = current.__cause__
     return "; ".join(parts[:3]) or type(error).__name__
 

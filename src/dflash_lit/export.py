@@ -202,12 +202,12 @@ def read_config(folder: str | Path) -> DrafterConfig:
         "mask_token_id": read("mask_token_id", int, own),
         "target_layer_ids": tuple(layers),
         "rms_norm_eps": read("rms_norm_eps", number),
-        "causal": read("causal", bool, own) if "causal" in own else False,
+        "causal": read("causal", bool, own) if own.get("causal") is not None else False,
         "layer_types": tuple(kinds) if slides else (),
         "sliding_window": read("sliding_window", int) if slides else None,
         "rope_parameters": rope,
-        "initializer_range": read("initializer_range", number) if "initializer_range" in raw else 0.02,
-        "target_fingerprint": read("target_fingerprint", str, own) if "target_fingerprint" in own else "",
+        "initializer_range": read("initializer_range", number) if raw.get("initializer_range") is not None else 0.02,
+        "target_fingerprint": read("target_fingerprint", str, own) if own.get("target_fingerprint") is not None else "",
         **paths,
     }
     try:
@@ -225,7 +225,8 @@ def load_drafter(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> D
     """
     folder = Path(folder)
     config = read_config(folder)
-    sums = _described(folder)["dflash_config"].get("sha256", {})
+    found = _described(folder)["dflash_config"].get("sha256")
+    sums = {} if found is None else found
     if not isinstance(sums, dict):
         raise UserError(f"{folder / _CONFIG}: field 'sha256' cannot be {str(sums)[:60]!r}")
     files = (_WEIGHTS, _PATH_HEAD) if config.path_width else (_WEIGHTS,)

@@ -28,7 +28,7 @@ from dflash_lit.placement.layout import Layout, device_name, devices
 from dflash_lit.requeue import wanted
 from dflash_lit.stopping import duration
 from dflash_lit.target.frozen import TargetInfo
-from dflash_lit.trained import has_ended
+from dflash_lit.trained import folder_of, has_ended
 
 __all__ = ["Plan", "derive_drafter", "make_plan"]
 
@@ -383,7 +383,7 @@ def _check_checkpoint(path: str, cfg: TrainConfig, plan: Plan) -> None:
     compare(saved, {**settings(plan.module_settings(cfg)), **known})
     drafter_of(saved, path)
     done = check_count(saved.get("global_step"), "global_step")
-    if done >= cfg.trainer.max_steps and has_ended(Path(path).parent.parent):
+    if done >= cfg.trainer.max_steps and has_ended(folder_of(path)):
         raise UserError(
             f"ckpt_path={path!r}: is of step {done}, and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to train; "
             "dflash-lit export writes its drafter"

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["SUMMARY", "has_ended", "reopen"]
+__all__ = ["SUMMARY", "folder_of", "has_ended", "reopen"]
 
 SUMMARY = "summary.json"
 """The last file that a run writes."""
+
+
+def folder_of(checkpoint: str | Path) -> Path:
+    """Folder of the run that has saved a checkpoint; also if it is named from within that folder."""
+    return Path(checkpoint).absolute().parent.parent
 
 
 def has_ended(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,22 @@ def test_a_word_that_cannot_be_parsed_is_named() -> None:
     with pytest.raises(OverrideParseException) as caught:
         OverridesParser.create().parse_overrides(["target.path=["])
     assert one_line(caught.value).startswith("target.path=[: ")
+    assert "quote" not in one_line(caught.value)
+
+
+def test_a_choice_that_does_not_exist_names_all_that_do() -> None:
+    options = "Available options in 'objective':\n\tdflash\n\tdpace\n\tsoft\nConfig search path:\n\tprovider=main"
+    error = ValueError(f"Could not find 'objective/no'\n\n{options}")
+    assert one_line(error) == "Could not find 'objective/no'; Available options in 'objective': dflash, dpace, soft"
+
+
+def test_the_best_checkpoint_has_to_be_quoted() -> None:
+    parser = OverridesParser.create()
+    with pytest.raises(OverrideParseException) as caught:
+        parser.parse_overrides(["ckpt_path=run/step=4.ckpt"])
+    said = re.search(r"quote a value with = in it: '([^']*)'", one_line(caught.value))
+    assert said is not None
+    assert parser.parse_override(said[1]).value() == "run/step=4.ckpt"
 
 
 def test_a_group_that_is_null_is_named() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dflash_lit.checkpoints.contract import compare
 from dflash_lit.checkpoints.form import check_count, check_loops, check_schedules, check_tensors, restoring
 from dflash_lit.checkpoints.plain import plain_bytes
-from dflash_lit.errors import UserError
+from dflash_lit.errors import RankError, UserError
 from dflash_lit.optimizer import make_optimizer
 
 Change = Callable[[dict[str, Any]], object]
@@ -68,6 +69,14 @@ def test_an_optimizer_refuses_another(kind: str, change: Change, names: str) -> 
     change(state)
     with pytest.raises(UserError, match=rf"^ckpt_path: its entry .*{names}"):
         optimizer.load_state_dict(state)
+
+
+def test_a_switch_that_torch_has_added_since_is_its_default() -> None:
+    one, other = _stepped("adamw"), _stepped("adamw")
+    state = copy.deepcopy(one.state_dict())
+    assert state["param_groups"][0].pop("decoupled_weight_decay") is True
+    other.load_state_dict(state)
+    assert other.param_groups[0]["decoupled_weight_decay"] is True
 
 
 def test_moments_that_cannot_be() -> None:
@@ -150,16 +159,31 @@ def test_schedules() -> None:
         check_schedules([], 2)
 
 
+def _raised_in(file: str, function: str, error: BaseException) -> Callable[[], object]:
+    space: dict[str, Any] = {"error": error}
+    exec(compile(f"def {function}(): raise error", file, "exec"), space)
+    return space[function]
+
+
 def test_only_what_fails_while_a_checkpoint_is_read_is_its_fault() -> None:
-    with pytest.raises(KeyError), restoring("a.ckpt"):
-        raise KeyError("not of a checkpoint")
-    code = compile("def load(): raise KeyError('lr')", "lightning/checkpoint_connector.py", "exec")
-    space: dict[str, Any] = {}
-    exec(code, space)
+    connector = "lightning/checkpoint_connector.py"
     with pytest.raises(UserError, match=r"^ckpt_path='a\.ckpt': cannot be taken up \(KeyError: 'lr'\)"), restoring("a.ckpt"):
-        space["load"]()
+        _raised_in(connector, "restore_optimizers", KeyError("lr"))()
+    for file, function in (
+        (connector, "_get_loops_state_dict"),  # while one is written
+        (connector, "resume_end"),  # which waits for the others
+        ("/home/me/migration/train.py", "restore"),
+    ):
+        with pytest.raises(KeyError), restoring("a.ckpt"):
+            _raised_in(file, function, KeyError("lr"))()
     with pytest.raises(KeyError), restoring(None):
-        space["load"]()
+        _raised_in(connector, "restore_optimizers", KeyError("lr"))()
+
+
+@pytest.mark.parametrize("error", [RankError("rank 1 is gone"), torch.OutOfMemoryError("too little"), dist.DistError("closed")])
+def test_what_happens_to_a_run_while_a_checkpoint_is_read_is_not_its_fault(error: Exception) -> None:
+    with pytest.raises(type(error)), restoring("a.ckpt"):
+        _raised_in("lightning/checkpoint_connector.py", "restore_optimizers", error)()
 
 
 def test_a_sparse_tensor_is_not_written() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from callbacks.kept_metrics import KeptMetrics
 from dflash_lit.checkpoints.file import save
 from dflash_lit.checkpoints.io import VerifiedCheckpointIO
+from dflash_lit.trained import SUMMARY, folder_of, has_ended
 from dflash_lit.watching.metrics_file import MetricsLogger
 
 
@@ -64,6 +65,19 @@ def test_rows_up_to_the_checkpoint_are_kept(tmp_path: Path, same: bool) -> None:
         {"step": "2", "train/loss": "2.5"},
         {"step": "1", "train/chain_eal": "3.0"},
     ]
+
+
+def test_a_checkpoint_may_be_named_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(tmp_path / "one", 4)
+    saved = checkpoint(tmp_path / "one", 2)
+    monkeypatch.chdir(saved.parent)
+    again = logger(tmp_path / "other", Path(saved.name))
+    again.log_metrics({"train/loss": 2.5}, 2)
+    again.save()
+    assert [row["train/loss"] for row in rows(tmp_path / "other") if "train/loss" in row] == ["0.5", "1.5", "2.5"]
+    assert not has_ended(folder_of(saved.name))
+    (tmp_path / "one" / SUMMARY).touch()
+    assert has_ended(folder_of(saved.name))
 
 
 def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dflash_lit.errors import UserError
+from dflash_lit.errors import RankError, UserError
 
 __all__ = ["check_count", "check_loops", "check_optimizer", "check_schedules", "check_tensors", "restoring"]
 
 _CURE = (
     "it was not saved by a run of this version, or was changed since; use another checkpoint, or start anew (drafter.init_from)"
 )
-_READING = ("checkpoint_connector.py", "migration")
+_READER = "checkpoint_connector.py"
+_TAKES_UP = ("restore", "_restore", "resume_start")
+"""How its functions begin that take up a checkpoint; others write one, or wait for other ranks."""
 _MOST = 2**53
 """Counts beyond it are none: floats would lose them."""
 
@@ -100,7 +103,9 @@ def check_optimizer(optimizer: Optimizer, theirs: Any) -> None:
         if not isinstance(group, Mapping):
             raise _refuse(name, f"is {_shown(group)}, no group")
         for key, value in ours.items():
-            # `initial_lr` is the schedule's.
+            # torch gives switches that it has added since the checkpoint their defaults.
+            if key not in group and (value is None or isinstance(value, bool)):
+                continue
             if key not in group:
                 raise _refuse(f"{name}.{key}", "is missing")
             _check_like(group[key], value, f"{name}.{key}")
@@ -250,6 +255,8 @@ def restoring(path: str | Path | None) -> Iterator[None]:
     """
     try:
         yield
+    except (RankError, torch.OutOfMemoryError, dist.DistError):  # no fault of a file
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         if path is None or not _while_reading(error):
             raise
@@ -261,7 +268,7 @@ def _while_reading(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if any(part in code.co_filename for part in _READING) and "save" not in code.co_name and "dump" not in code.co_name:
+        if Path(code.co_filename).name == _READER and code.co_name.startswith(_TAKES_UP):
             return True
         trace = trace.tb_next
     return False

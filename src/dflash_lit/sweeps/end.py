@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -58,7 +59,7 @@ class SweepEnd(Callback):
             report = sweep_report(folder)
             if (table := ranking(read_sweep(folder))) is not None:
                 Console().print(table)
-                print(f"the best again: python train.py --config-dir {folder} --config-name best")
+                print(f"the best again: python train.py --config-dir {shlex.quote(str(folder))} --config-name best")
             print(f"report: {report}")
         except Exception as error:  # drawing must not make a failure of jobs that are done
             print(f"warning: no report of {folder}: {type(error).__name__}: {error}", file=sys.stderr)

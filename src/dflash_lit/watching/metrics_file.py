@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from dflash_lit.checkpoints.file import load
 from dflash_lit.errors import UserError
 from dflash_lit.files import write_whole
+from dflash_lit.trained import folder_of
 
 __all__ = ["MetricsLogger"]
 
@@ -50,7 +51,7 @@ class MetricsLogger(CSVLogger):
         if self._resumes is None:
             return []
         checkpoint = Path(self._resumes)
-        earlier = checkpoint.parent.parent / folder.relative_to(self.save_dir) / _NAME
+        earlier = folder_of(checkpoint) / folder.relative_to(self.save_dir) / _NAME
         try:
             step = int(load(checkpoint, mmap=True)["global_step"])
         except (UserError, KeyError, TypeError, ValueError, OverflowError):  # Lightning will say so
