@@ -66,9 +66,12 @@ class Interrupt(Callback):
             self._stop(trainer, told)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What was told in the last step is obeyed when training is over, by rank 0. What goes on has nothing left to train then."""
+        """What was told in the last step is obeyed when training is over, by rank 0. What goes on has nothing left to train then.
+
+        A run that saves checkpoints has one of its last step, whether that is validated or not.
+        """
         told = self._agreed()
-        if told or (self.checkpoint.is_file() and self._saved != trainer.global_step):
+        if told or (trainer.checkpoint_callbacks and self._saved != trainer.global_step):
             trainer.save_checkpoint(self.checkpoint, weights_only=False)
         if self.checkpoint.is_file():
             stopping.checkpoint = str(self.checkpoint)

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from callbacks.acceptance import Acceptance
 from callbacks.checkpoint import SafeCheckpoint
+from callbacks.interrupt import Interrupt
 from dflash_lit.checkpoints.file import DiskFullError, load
 from dflash_lit.checkpoints.io import VerifiedCheckpointIO
 from dflash_lit.errors import UserError
@@ -153,6 +154,28 @@ def test_nothing_is_saved_between_a_step_and_its_validation(tmp_path: Path) -> N
     fit(tmp_path, Scored(1, 2, 3, 4), often, ckpt=file, more=[watched])
     assert watched.seen == [4, 6, 8]
     assert load(file)["global_step"] == 6
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_last_step_is_saved_without_a_validation_if_any_is(tmp_path: Path, saves: bool) -> None:
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        val_check_interval=60,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,
+        logger=False,
+        enable_checkpointing=saves,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*(made(tmp_path) if saves else ()), Interrupt(str(file))],
+        plugins=[VerifiedCheckpointIO()],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Scored())
+    assert file.is_file() == saves
+    assert not saves or load(file)["global_step"] == 3
 
 
 def test_private_names_of_lightning_are_where_they_were(tmp_path: Path) -> None:
