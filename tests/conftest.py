@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and children would inherit that; here some are told to stop by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models are tiny: a second thread gains nothing, and tests run side by side on the same cores.
 torch.set_num_threads(1)
