@@ -84,14 +84,17 @@ class Estimate:
         return self.prompts if math.isnan(self.training) else math.hypot(self.training, self.prompts)
 
 
-def _joined(values: Sequence[float], influences: np.ndarray) -> Estimate:
-    """From a value a seed and the influence [S, P] of each prompt on it."""
-    seeds, prompts = influences.shape
-    training = math.nan
-    if seeds > 1:
-        training = t_quantile(seeds - 1) * float(np.std(values, ddof=1)) / math.sqrt(seeds)
-    sampled = 1.96 * float(np.std(influences.mean(axis=0), ddof=1)) / math.sqrt(prompts) if prompts > 1 else math.nan
-    return Estimate(float(np.mean(values)), training, sampled, seeds)
+def _of_training(values: Sequence[float]) -> float:
+    """Half-width by a value a seed; NaN of one seed."""
+    if len(values) < 2:
+        return math.nan
+    return t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def _of_prompts(influences: np.ndarray) -> float:
+    """Half-width by the influence [S, P] of each prompt; NaN of one prompt."""
+    prompts = influences.shape[1]
+    return 1.96 * float(np.std(influences.mean(axis=0), ddof=1)) / math.sqrt(prompts) if prompts > 1 else math.nan
 
 
 def _ratios(tokens: np.ndarray, rounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +106,7 @@ def _ratios(tokens: np.ndarray, rounds: np.ndarray) -> tuple[np.ndarray, np.ndar
 def estimate(tokens: np.ndarray, rounds: np.ndarray) -> Estimate:
     """tau of one objective from tokens and rounds, both [S, P]; see the module."""
     tau, influence = _ratios(tokens, rounds)
-    return _joined(tau.tolist(), influence)
+    return Estimate(float(np.mean(tau)), _of_training(tau.tolist()), _of_prompts(influence), len(tau))
 
 
 Counts = tuple[np.ndarray, np.ndarray]
@@ -116,14 +119,11 @@ def compare(*pairs: tuple[Counts, Counts]) -> Estimate:
     widths: list[tuple[int, float]] = []
     for first, second in pairs:
         (tau, influence), (other, others) = _ratios(*first), _ratios(*second)
-        found = np.log(tau / other).tolist()
-        widths.append((len(found), _joined(found, influence / tau[:, None] - others / other[:, None]).prompts))
-        logs += found
-    # An influence of one column has no spread: what is left of the joined estimate is its training part.
-    training = _joined(logs, np.zeros((len(logs), 1))).training
+        logs += np.log(tau / other).tolist()
+        widths.append((len(tau), _of_prompts(influence / tau[:, None] - others / other[:, None])))
     prompts = math.hypot(*(seeds / len(logs) * width for seeds, width in widths))
     value = math.exp(float(np.mean(logs)))
-    return Estimate(100 * (value - 1), 100 * value * training, 100 * value * prompts, len(logs))
+    return Estimate(100 * (value - 1), 100 * value * _of_training(logs), 100 * value * prompts, len(logs))
 
 
 # -- records
