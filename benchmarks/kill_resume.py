@@ -286,6 +286,35 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 @dataclass
+class Bound:
+    """How far floats may be from the reference's, and how far they were.
+
+    Attributes:
+        rtol: relative to the larger of two; of tensors to the largest entry. 0: equal to the last bit.
+        largest, where: the largest difference that was seen.
+    """
+
+    rtol: float
+    largest: float = 0.0
+    where: str = ""
+
+    def __bool__(self) -> bool:
+        return self.rtol > 0
+
+    def keeps(self, where: str, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two are near enough, which is remembered."""
+        if torch.equal(one, other):
+            return True
+        if not self or one.shape != other.shape or not one.is_floating_point():
+            return False
+        both = torch.stack([one.double(), other.double()])
+        apart = float((both[0] - both[1]).abs().max() / both.abs().max())
+        if not apart <= self.largest:  # nor NaN
+            self.largest, self.where = apart, where
+        return apart <= self.rtol
+
+
+@dataclass
 class Outcome:
     """What became of some runs that were killed."""
 
@@ -377,7 +406,8 @@ class Killer:
         fresh: bool = False,
         extra: tuple[str, ...] = (),
     ) -> None:
-        self.placements, self.work, self.kills, self.rng, self.steps, self.rtol = placements, work, kills, rng, steps, rtol
+        self.placements, self.work, self.kills, self.rng, self.steps = placements, work, kills, rng, steps
+        self.bound = Bound(rtol)
         self.same, self.outside, self.fresh, self.extra = same, outside, fresh, extra
         self.outcome = Outcome()
 
@@ -402,7 +432,7 @@ class Killer:
             folders, abandoned = self.one(self.work / name)
             found = []
             if folders:
-                found = [f"{name}: {text}" for text in compare(reference, folders, self.rtol, self.outcome, abandoned)]
+                found = [f"{name}: {text}" for text in compare(reference, folders, self.bound, self.outcome, abandoned)]
             if self.outside:
                 lost = [text for text in found if ": W&B: " in text and text.endswith(" is lost")]
                 self.outcome.wandb_lost += len(lost)
@@ -482,7 +512,7 @@ def _whole(path: Path) -> list[dict[str, Any]]:
 # -- comparing
 
 
-def compare(reference: Path, folders: list[Path], rtol: float, outcome: Outcome, abandoned: set[str]) -> list[str]:
+def compare(reference: Path, folders: list[Path], bound: Bound, outcome: Outcome, abandoned: set[str]) -> list[str]:
     """What a killed run does not have in common with its reference; empty if all is the same.
 
     Args:
@@ -490,23 +520,23 @@ def compare(reference: Path, folders: list[Path], rtol: float, outcome: Outcome,
     """
     last = folders[-1]
     told = [
-        *_recorded(reference, folders, rtol, outcome),
+        *_recorded(reference, folders, bound, outcome),
         *_checkpoints(
-            [reference / "checkpoints" / "last.ckpt", *filter(None, [resumable(folders)])], rtol, moved=len(folders) > 1
+            [reference / "checkpoints" / "last.ckpt", *filter(None, [resumable(folders)])], bound, moved=len(folders) > 1
         ),
-        *_logged("metrics.csv", _csv(reference), _csv(last), rtol),
-        *_wandb(reference, folders, rtol, abandoned),
+        *_logged("metrics.csv", _csv(reference), _csv(last), bound),
+        *_wandb(reference, folders, bound, abandoned),
     ]
-    told += _differ("summary", *(_facts(folder / SUMMARY) for folder in (reference, last)), rtol)
+    told += _differ("summary", *(_facts(folder / SUMMARY) for folder in (reference, last)), bound)
     exported, ours = ((folder / "drafter" / "model.safetensors").read_bytes() for folder in (reference, last))
-    if not rtol and exported != ours:
+    if not bound and exported != ours:
         told.append("the exported drafter")
     if not (last / "report.html").is_file():
         told.append("report.html is lost")
     return told
 
 
-def _recorded(reference: Path, folders: list[Path], rtol: float, outcome: Outcome) -> Iterator[str]:
+def _recorded(reference: Path, folders: list[Path], bound: Bound, outcome: Outcome) -> Iterator[str]:
     """Batches, anchors, features, generators, losses, weights and optimizer of every step, and validations, of each rank."""
     for path in sorted((reference / "seen").iterdir()):
         rank = path.name.split(".")[0]
@@ -520,7 +550,7 @@ def _recorded(reference: Path, folders: list[Path], rtol: float, outcome: Outcom
                     continue
                 outcome.steps_again += key in found and line["kind"] == "step" and rank == "0"
                 found[key] = line
-                yield from _differ(f"rank {rank}, {file.name}, {key}", whole[key], line, rtol)
+                yield from _differ(f"rank {rank}, {file.name}, {key}", whole[key], line, bound)
         yield from (f"rank {rank}: {key} is lost" for key in whole if key not in found)
 
 
@@ -534,30 +564,31 @@ def _key(line: dict[str, Any]) -> str:
     return f"{line['kind']} of step {line['step']}{place}"
 
 
-def _differ(where: str, one: Any, other: Any, rtol: float) -> Iterator[str]:
+def _differ(where: str, one: Any, other: Any, bound: Bound) -> Iterator[str]:
     """Paths into nested values at which they differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted({*one, *other}, key=str):
-            if key == "exact" and rtol:
+            if key == "exact" and bound:
                 continue
             if key not in one or key not in other:
                 yield f"{where}.{key} is in one only"
             else:
-                yield from _differ(f"{where}.{key}", one[key], other[key], rtol)
+                yield from _differ(f"{where}.{key}", one[key], other[key], bound)
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         for place, pair in enumerate(zip(one, other, strict=True)):
-            yield from _differ(f"{where}[{place}]", *pair, rtol)
+            yield from _differ(f"{where}[{place}]", *pair, bound)
     elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if not (torch.equal(one, other) or (rtol and torch.allclose(one, other, rtol=rtol, atol=rtol))):
+        if not bound.keeps(where, one, other):
             yield f"{where}: tensors differ"
     elif isinstance(one, float) and isinstance(other, float):
-        if not (one == other or (math.isnan(one) and math.isnan(other)) or (rtol and math.isclose(one, other, rel_tol=rtol))):
+        pair = [torch.tensor(value, dtype=torch.float64) for value in (one, other)]
+        if not (one == other or (math.isnan(one) and math.isnan(other)) or bound.keeps(where, *pair)):
             yield f"{where}: {one!r} and {other!r}"
     elif one != other:
         yield f"{where}: {str(one)[:60]!r} and {str(other)[:60]!r}"
 
 
-def _checkpoints(paths: list[Path], rtol: float, *, moved: bool) -> Iterator[str]:
+def _checkpoints(paths: list[Path], bound: Bound, *, moved: bool) -> Iterator[str]:
     """The reference's and the run's last one.
 
     Args:
@@ -576,7 +607,7 @@ def _checkpoints(paths: list[Path], rtol: float, *, moved: bool) -> Iterator[str
         ):
             for state in states.values():
                 state.pop(best, None)
-    yield from _differ("last.ckpt", saved[0], saved[1], rtol) if len(saved) > 1 else ["last.ckpt is lost"]
+    yield from _differ("last.ckpt", saved[0], saved[1], bound) if len(saved) > 1 else ["last.ckpt is lost"]
 
 
 def _plain(value: Any) -> Any:
@@ -593,14 +624,14 @@ def _csv(folder: Path) -> Rows:
     return [(int(row["step"]), name, float(row[name])) for row in rows for name in row if row[name] and name.startswith(WANTED)]
 
 
-def _logged(where: str, one: Rows, other: Rows, rtol: float, *, again: bool = False) -> Iterator[str]:
+def _logged(where: str, one: Rows, other: Rows, bound: Bound, *, again: bool = False) -> Iterator[str]:
     """Every value of every step as often as in the reference; ``again``: equal values may come again."""
     whole = {row[:2]: row[2] for row in one}
     for step, name, value in other:
         if (step, name) not in whole:
             yield f"{where}: {name} of step {step} is not in the reference"
         else:
-            yield from _differ(f"{where}, {name} of step {step}", whole[step, name], value, rtol)
+            yield from _differ(f"{where}, {name} of step {step}", whole[step, name], value, bound)
     wanted, found = (Counter(row[:2] for row in rows) for rows in (one, other))
     yield from (f"{where}: {name} of step {step} is lost" for step, name in wanted if not found[step, name])
     if not again:
@@ -609,7 +640,7 @@ def _logged(where: str, one: Rows, other: Rows, rtol: float, *, again: bool = Fa
         )
 
 
-def _wandb(reference: Path, folders: list[Path], rtol: float, abandoned: set[str]) -> Iterator[str]:
+def _wandb(reference: Path, folders: list[Path], bound: Bound, abandoned: set[str]) -> Iterator[str]:
     """All parts of one run together; none doubled within a part. Nothing with ``--set logger=csv``."""
     if not (reference / "wandb").exists():
         return
@@ -622,8 +653,8 @@ def _wandb(reference: Path, folders: list[Path], rtol: float, abandoned: set[str
         yield f"W&B: {len(ids)} runs, not one: {sorted(ids)}"
     wanted = _history(whole)[1]
     for _, rows in read:
-        yield from (text for text in _logged("W&B, one part", wanted, rows, rtol) if text.endswith("doubled"))
-    yield from _logged("W&B", wanted, [row for _, rows in read for row in rows], rtol, again=True)
+        yield from (text for text in _logged("W&B, one part", wanted, rows, bound) if text.endswith("doubled"))
+    yield from _logged("W&B", wanted, [row for _, rows in read for row in rows], bound, again=True)
 
 
 def _history(part: Path) -> tuple[str, Rows]:
@@ -697,7 +728,8 @@ def main() -> int:
             )
             began = time.monotonic()
             outcome = killer.run()
-            print(outcome.line(placement=name, seconds=round(time.monotonic() - began)), flush=True)
+            seen = {"largest_difference": killer.bound.largest, "of": killer.bound.where} if rtol else {}
+            print(outcome.line(placement=name, seconds=round(time.monotonic() - began), **seen), flush=True)
             everything.add(outcome)
     print(everything.line(placement="all", rtol=rtol))
     return 1 if everything.differences else 0

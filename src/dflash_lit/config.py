@@ -122,7 +122,7 @@ class PlacementSection:
     targets: int = 0  # processes a host that hold the target, of a split run
     hosts: int = 1
     prefetch: Optional[int] = None  # requests in flight while a drafter trains on a batch: targets / drafters, and one more
-    share: bool = False  # let target ranks share GPUs with others where there are too few (slow)
+    share: bool = False  # let ranks share GPUs where there are too few (slow)
     timeout_s: float = 15.0  # a process not heard of for so long ends the run
     tolerate: int = 0  # target processes that may be missing at a time: training goes on with the others
     interface: Optional[str] = (

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 import numpy as np
@@ -56,7 +56,7 @@ from dflash_lit.errors import Interrupted, Pruned, UserError, stop_within
 from dflash_lit.export import load_drafter, save_drafter
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.channel import Channel, ServingChannel
-from dflash_lit.placement.layout import table
+from dflash_lit.placement.layout import Transport, table
 from dflash_lit.placement.layout import transport as transport_between
 from dflash_lit.placement.remote_target import RemoteTarget
 from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, LocalTarget, SplitStrategy, threads_of_a_rank
@@ -299,9 +299,14 @@ class Job:
         return self.plan.objective.labels == "soft"
 
     @property
-    def transport(self) -> Literal["nccl", "gloo"]:
+    def transport(self) -> Transport:
         """Of features: NCCL if every rank of a host has a GPU of its own."""
         return transport_between([device.index for device in self.plan.devices])
+
+    @property
+    def drafter_transport(self) -> Transport:
+        """Of gradients: NCCL if every drafter of a host has a GPU of its own."""
+        return transport_between([device.index for device in self.plan.devices[: self.plan.layout.drafters]])
 
     def _channel(self, world: World) -> Channel:
         return Channel(world, self.device, self.transport, limit_gib=self.cfg.placement.message_limit_gib)
@@ -554,9 +559,11 @@ class Job:
             assert self.world is not None
             chosen = self.cfg.placement.prefetch
             prefetch = self.plan.layout.prefetch if chosen is None else chosen
-            return SplitStrategy(self.world, self.device, target, prefetch=prefetch)
+            return SplitStrategy(self.world, self.device, target, prefetch=prefetch, transport=self.drafter_transport)
         if self.world is not None:
-            return DrafterGroupStrategy(self.world, self.device, target, layer_ids, teacher=self.teacher)
+            return DrafterGroupStrategy(
+                self.world, self.device, target, layer_ids, teacher=self.teacher, transport=self.drafter_transport
+            )
         return ColocatedStrategy(target, layer_ids, self.device, teacher=self.teacher)
 
     def trainer(self, target: FrozenTarget | RemoteTarget, callbacks: list[Callback], loggers: list[Logger]) -> L.Trainer:

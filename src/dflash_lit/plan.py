@@ -319,8 +319,6 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
     device = _device(cfg.trainer.accelerator)
     visible = torch.cuda.device_count() if device.type == "cuda" else None
     of_local = devices(layout, visible, share=cfg.placement.share)
-    if visible is not None and visible < layout.drafters:
-        raise UserError(f"placement.drafters={layout.drafters}: {visible} GPUs are visible, and drafters cannot share one")
     if device.type == "cuda" and cfg.drafter.compile is False:
         raise UserError("drafter.compile=false: on a GPU the drafter's attention exists only compiled; leave it null")
     if device.type == "cpu" and objective.capacity < 1:

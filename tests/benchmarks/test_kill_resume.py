@@ -21,8 +21,11 @@ WAY = {
 COMPARE = """
 import json, sys
 from pathlib import Path
-from kill_resume import Outcome, compare
-print(json.dumps(compare(Path(sys.argv[1]), [Path(sys.argv[2])], 0.0, Outcome(), set(sys.argv[3:]))))
+from kill_resume import Bound, Outcome, compare
+said = []
+for bound in (Bound(0.0), Bound(0.02), Bound(0.005)):
+    said.append([compare(Path(sys.argv[1]), [Path(sys.argv[2])], bound, Outcome(), set()), bound.largest, bound.where])
+print(json.dumps(said))
 """
 
 
@@ -67,10 +70,15 @@ def test_nothing_is_lost_or_different_after_five_kills(told: dict[str, Any]) -> 
 
 def test_what_is_different_or_lost_is_found(told: dict[str, Any], work: Path) -> None:
     folder, reference = work / "1+1_2+1" / "run0", work / "1+1_2+1" / "reference"
+    metrics, record = folder / "csv" / "metrics.csv", sorted(folder.glob("seen/0.*.jsonl"))[-1]
+    losses = [line for line in map(json.loads, record.read_text().splitlines()) if line["kind"] == "loss"]
+    loss = json.dumps(losses[-1]["value"])
     for path, old, new in (
-        (folder / "csv" / "metrics.csv", "val/loss", "val/other"),
-        (sorted(folder.glob("seen/0.*.jsonl"))[-1], '"rng": "', '"rng": "0'),
+        (metrics, "val/loss", "val/other"),
+        (record, '"rng": "', '"rng": "0'),
+        (record, loss, json.dumps(1.01 * losses[-1]["value"])),
     ):
+        assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
     done = subprocess.run(
         [sys.executable, "-c", COMPARE, str(reference), str(folder)],
@@ -80,6 +88,12 @@ def test_what_is_different_or_lost_is_found(told: dict[str, Any], work: Path) ->
         text=True,
         check=True,
     )
-    said = json.loads(done.stdout)
-    assert any(text.startswith("metrics.csv: val/loss of step 3 is lost") for text in said)
-    assert any(".rng: " in text for text in said)
+    (exact, _, _), (wide, largest, where), (narrow, _, _) = json.loads(done.stdout)
+    for said in (exact, wide, narrow):
+        assert any(text.startswith("metrics.csv: val/loss of step 3 is lost") for text in said)
+        assert any(".rng: " in text for text in said)
+    # On a GPU sums are not of one order: floats may differ by a bound.
+    changed = [[text for text in said if loss in text] for said in (exact, wide, narrow)]
+    assert [bool(texts) for texts in changed] == [True, False, True]
+    assert largest == pytest.approx(0.01 / 1.01)
+    assert "loss of step" in where

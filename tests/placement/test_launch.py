@@ -243,11 +243,6 @@ def test_two_hosts_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
             "placement.targets=5 + placement.drafters=3 need 8 GPUs a host, 4 are visible",
         ),
         (("placement.drafters=2",), 1, "placement.drafters=2 need 2 GPUs a host, 1 is visible"),
-        (
-            ("placement=split", "placement.drafters=3", "placement.share=true"),
-            2,
-            "placement.drafters=3: 2 GPUs are visible, and drafters cannot share one",
-        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_loaded(

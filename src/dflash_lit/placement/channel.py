@@ -6,12 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dflash_lit.placement.layout import Transport
 from dflash_lit.placement.link import (
     Answer,
     Call,
@@ -28,8 +29,6 @@ from dflash_lit.placement.secret import ForgedError
 from dflash_lit.placement.world import World
 
 __all__ = ["Channel", "ServingChannel"]
-
-Transport = Literal["nccl", "gloo"]
 
 
 def _name(world: World, drafter: int, target: int, life: int) -> str:

@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="requests that a drafter keeps in flight (default: as in a run, targets / drafters and one)",
     )
-    parser.add_argument("--share", action="store_true", help="let target ranks share GPUs, as placement.share=true does")
+    parser.add_argument("--share", action="store_true", help="let ranks share GPUs, as placement.share=true does")
     for role in Role:
         speed = parser.add_mutually_exclusive_group()
         speed.add_argument(

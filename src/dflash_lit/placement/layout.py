@@ -13,10 +13,13 @@ from typing import Literal
 
 from dflash_lit.errors import UserError
 
-__all__ = ["Device", "Layout", "Role", "accumulation", "device_name", "devices", "table", "transport"]
+__all__ = ["Device", "Layout", "Role", "Transport", "accumulation", "device_name", "devices", "table", "transport"]
 
 Device = int | None
 """Index among the visible GPUs of the host; None is its CPU."""
+
+Transport = Literal["nccl", "gloo"]
+"""What carries tensors between ranks."""
 
 _LONGEST_TABLE = 32  # ranks; of more, the first host stands for all
 
@@ -190,7 +193,7 @@ def devices(layout: Layout, visible: int | None, *, share: bool = False) -> tupl
     return tuple(local % visible for local in range(needed))
 
 
-def transport(ranks_devices: Sequence[Device]) -> Literal["nccl", "gloo"]:
+def transport(ranks_devices: Sequence[Device]) -> Transport:
     """What can carry tensors between ranks of one host on these devices; two of them, or all.
 
     NCCL wants each of its ranks on a GPU of its own.

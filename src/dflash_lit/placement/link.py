@@ -20,12 +20,13 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dflash_lit.placement.layout import Transport
 from dflash_lit.placement.messages import HEADER_BYTES, Messages, as_bytes
 from dflash_lit.placement.world import NO_LIMIT, Stores, World
 
@@ -165,7 +166,7 @@ class _Link:
         own: int,
         other: int,
         device: torch.device,
-        transport: Literal["nccl", "gloo"],
+        transport: Transport,
         limit_gib: float,
         stores: Stores | None = None,
     ) -> None:
@@ -235,7 +236,7 @@ class DrafterLink(_Link):
         name: str,
         target: int,
         device: torch.device,
-        transport: Literal["nccl", "gloo"],
+        transport: Transport,
         limit_gib: float,
         stores: Stores | None = None,
         life: int = 0,
@@ -508,7 +509,7 @@ class TargetLink(_Link):
         name: str,
         drafter: int,
         device: torch.device,
-        transport: Literal["nccl", "gloo"],
+        transport: Transport,
         requests: SimpleQueue[Request | Exception],
         limit_gib: float,
     ) -> None:

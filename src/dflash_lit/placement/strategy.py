@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dflash_lit.placement.agreement import Agreement
 from dflash_lit.placement.feature_loader import FeatureLoader, PrefetchingLoader
+from dflash_lit.placement.layout import Transport
 from dflash_lit.placement.secret import ForgedError
 from dflash_lit.placement.signed_pickle import seal, unseal
 from dflash_lit.placement.signed_store import LARGEST
@@ -103,18 +104,26 @@ class DrafterGroupStrategy(DDPStrategy):
         world: of this rank.
         device: of this rank.
         target, layer_ids, teacher: see :class:`LocalTarget`.
+        transport: of gradients; see :meth:`World.start_drafter_group`.
     """
 
     def __init__(
-        self, world: World, device: torch.device, target: FrozenTarget, layer_ids: Sequence[int], *, teacher: bool = False
+        self,
+        world: World,
+        device: torch.device,
+        target: FrozenTarget,
+        layer_ids: Sequence[int],
+        *,
+        teacher: bool = False,
+        transport: Transport | None = None,
     ) -> None:
-        self._of_drafters(world, device)
+        self._of_drafters(world, device, transport)
         self.target: FrozenTarget | RemoteTarget = target
         self.source: LocalTarget | RemoteTarget = LocalTarget(target, layer_ids, teacher=teacher)
 
-    def _of_drafters(self, world: World, device: torch.device) -> None:
+    def _of_drafters(self, world: World, device: torch.device, transport: Transport | None) -> None:
         super().__init__(cluster_environment=world.environment)
-        self.world, self.device_of_rank = world, device
+        self.world, self.device_of_rank, self._transport = world, device, transport
         self._key, self._broadcasts = world.key("broadcast"), 0
 
     @property
@@ -126,7 +135,7 @@ class DrafterGroupStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         if not torch.distributed.is_initialized():
-            self.world.start_drafter_group(self.root_device)
+            self.world.start_drafter_group(self.root_device, self._transport)
         super().setup_distributed()  # finds the group, and sets the ranks
 
     def configure_ddp(self) -> None:
@@ -194,12 +203,15 @@ class SplitStrategy(DrafterGroupStrategy):
         device: of this rank.
         target: connected to the target ranks of this host.
         prefetch: requests in flight while a batch is trained on; memory is ``prefetch + 1`` feature batches.
+        transport: of gradients; see :meth:`World.start_drafter_group`.
     """
 
     source: RemoteTarget
 
-    def __init__(self, world: World, device: torch.device, target: RemoteTarget, *, prefetch: int = 2) -> None:
-        self._of_drafters(world, device)
+    def __init__(
+        self, world: World, device: torch.device, target: RemoteTarget, *, prefetch: int = 2, transport: Transport | None = None
+    ) -> None:
+        self._of_drafters(world, device, transport)
         self.target = self.source = target
         self.prefetch = prefetch
 

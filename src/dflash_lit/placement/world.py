@@ -30,7 +30,7 @@ from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.placement.children import Children, die_with_parent, ignore_stops, outlive_parent
 from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.interfaces import listening_address, on_interface
-from dflash_lit.placement.layout import Layout, Role
+from dflash_lit.placement.layout import Layout, Role, Transport
 from dflash_lit.placement.members import LOG, Entry, Members, add
 from dflash_lit.placement.secret import Key, find_secret, new_secret
 from dflash_lit.placement.signed_store import SignedStore
@@ -208,19 +208,25 @@ class World:
             flush=True,
         )
 
-    def start_drafter_group(self, device: torch.device) -> None:
-        """Make the default process group: the drafters alone, so that all of Lightning's collectives are right."""
+    def start_drafter_group(self, device: torch.device, transport: Transport | None = None) -> None:
+        """Make the default process group: the drafters alone, so that all of Lightning's collectives are right.
+
+        Args:
+            device: of this rank.
+            transport: of gradients; by default NCCL on a GPU, which needs one for each drafter.
+        """
+        nccl = (transport or ("nccl" if device.type == "cuda" else "gloo")) == "nccl"
         # The watch ends a run that hangs, and names who hangs. torch's own limits would end those who wait for a long validation on
         # rank 0, and NCCL's error handling would abort the partners of a rank that has failed before its name is known.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._of_drafters = self.store.under("drafters")  # kept: see _Group
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if nccl else "gloo",
             timeout=NO_LIMIT,
-            store=dist.PrefixStore("drafters", self.stores.plain) if device.type == "cuda" else self._of_drafters,
+            store=dist.PrefixStore("drafters", self.stores.plain) if nccl else self._of_drafters,
             rank=self.drafter_rank,
             world_size=self.layout.drafter_world,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if nccl else None,
         )
 
     def at_end(self, cleanup: Callable[[], object]) -> None:
