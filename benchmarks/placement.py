@@ -11,7 +11,8 @@
 ``run`` measures three rates, in turn and several times over: the *supply* of targets whose drafters do nothing but ask; the
 *demand* of drafters that have features at hand, in the same Trainer; and the split *run*. ``share`` is run / min(supply,
 demand), the median over the rounds. With ``--sleep-target`` and ``--sleep-drafter`` (milliseconds a batch) both sides sleep
-instead of computing: on few cores supply and demand can then be set, and what is measured is the pipeline between them. With
+instead of computing: on few cores supply and demand can then be set, and what is measured is the pipeline between them. On GPUs
+``peak_gib`` is what tensors took in the run, and what ``dflash-lit plan`` expects, of a rank of each kind. With
 ``--equal STEPS`` the drafter then makes the same random target for itself, and compares features and losses with those of the
 split run. ``--trace FOLDER`` keeps what every GPU did in a few steps: benchmarks/timeline.py draws it.
 
@@ -63,13 +64,17 @@ from dflash_lit.config import (
 )
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.packing import PackedRows
+from dflash_lit.doctor.finding import GIB
+from dflash_lit.doctor.memory import Recipe
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.job import Job, load_target, prepare_process, quiet_libraries
 from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.feature_loader import PrefetchingLoader
 from dflash_lit.placement.flow import Flow
+from dflash_lit.placement.forecast import rank_bytes
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.remote_target import RemoteTarget
+from dflash_lit.placement.sizes import measure_sizes
 from dflash_lit.placement.started import how_started
 from dflash_lit.placement.strategy import LocalTarget
 from dflash_lit.placement.target_worker import serve
@@ -153,6 +158,32 @@ def trace_target(target: Any, task: tuple[str, int, int]) -> None:
         return features(*arguments)
 
     target.features = counted
+
+
+def new_peak(*_: Any) -> None:
+    """From now on."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak(*_: Any) -> int:
+    """Bytes that this process has had in tensors of its GPU at once."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def expected_peaks(args: argparse.Namespace, drafter: DrafterConfig) -> dict[Role, float]:
+    """GiB of tensors that ``dflash-lit plan`` expects of a rank."""
+    recipe = Recipe(
+        "",
+        drafter.num_hidden_layers,
+        len(drafter.target_layer_ids),
+        drafter.block_size,
+        SHAPES[args.shape].anchors,
+        args.rows,
+        args.tokens,
+    )
+    parts = rank_bytes(measure_sizes(args.target, recipe), recipe, args.prefetch)
+    return {role: sum(count for name, count in of.items() if name != "libraries") / GIB for role, of in parts.items()}
 
 
 class Losses(Callback):
@@ -485,9 +516,14 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
         for _ in range(args.rounds):
             supply = supplied()
             demand, _ = fits.fit(ready, remote)
+            new_peak()
+            list(remote.each(new_peak, [None] * args.targets))
             run, clock = fits.fit(remote, remote)
             rounds.append({"run": run, "supply": supply, "demand": demand, "share": run / min(supply, demand)})
             rounds[-1] |= {"wait": clock.flow.waited_s / clock.seconds, "queue": clock.flow.queued / clock.flow.batches}
+        # Of the last run; what a fit with features at hand needs is here beside it.
+        own = peak() - ready._features.nbytes
+        gib = {"drafter": own / GIB, "target": max(remote.each(peak, [None] * args.targets)) / GIB}
         if args.trace:
             first = args.warm_up + 1
             for _ in remote.each(trace_target, [(args.trace, first, first + 6)] * args.targets):
@@ -497,6 +533,10 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
         remote.goodbye()
     if world.rank:
         return None
+    memory: dict[str, Any] = {}
+    if device.type == "cuda" and args.target == "qwen3-8b":
+        planned = expected_peaks(args, plan.drafter)
+        memory = {"peak_gib": {role: [round(gib[role], 2), round(planned[role], 2)] for role in Role}}
     middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     return {
         "targets": args.targets,
@@ -513,6 +553,7 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
         "devices": [str(of) for of in plan.devices],
         "steps": args.steps,
         "epoch": args.epoch,
+        **memory,
         **same,
     }
 

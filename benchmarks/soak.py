@@ -123,7 +123,7 @@ class Run:
     """The processes of a training run, in a session of their own, found by a mark in their environment."""
 
     def __init__(self, folder: Path, *overrides: str, script: str, **environment: str) -> None:
-        self.mark = uuid.uuid4().hex
+        self.mark, self.script = uuid.uuid4().hex, Path(script).name.encode()
         self.said_at = folder / "said.txt"
         self.environment = os.environ | {
             MARK: self.mark,
@@ -173,6 +173,8 @@ class Run:
                     continue
                 raw = (folder / "environ").read_bytes()
                 if f"{MARK}={self.mark}".encode() not in raw:
+                    continue
+                if self.script not in (folder / "cmdline").read_bytes():  # workers that compile
                     continue
                 values = dict(item.split("=", 1) for item in raw.decode().split("\0") if "=" in item)
                 pid = int(folder.name)

@@ -580,11 +580,12 @@ class Job:
                 logger.log_hyperparams(self.described())
         # By its public way: Lightning would requeue a job by itself, and save inside of a signal handler.
         alone = self.world is None and SLURMEnvironment.detect()
+        drafters = self.plan.devices[: self.plan.layout.drafters]
         return L.Trainer(
             plugins=[VerifiedCheckpointIO(), *([SLURMEnvironment(auto_requeue=False)] if alone else [])],
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             strategy=self.strategy(target),
-            devices=self.plan.layout.drafters,
+            devices=len(set(drafters)) if self.device.type == "cuda" else len(drafters),
             num_nodes=self.plan.layout.hosts,
             precision=self.plan.precision,  # type: ignore[arg-type]
             inference_mode=False,  # no_grad instead: one kind of tensors, so one set of graphs

@@ -130,6 +130,10 @@ class DrafterGroupStrategy(DDPStrategy):
     def root_device(self) -> torch.device:
         return self.device_of_rank
 
+    @property
+    def num_processes(self) -> int:
+        return self.world.layout.drafters  # on a host, also where they share its GPUs
+
     def determine_ddp_device_ids(self) -> list[int] | None:
         return [self.root_device.index] if self.root_device.type == "cuda" else None
 
