@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_lit.placement.feature_loader import PrefetchingLoader
-from dflash_lit.placement.link import Pending
+from dflash_lit.placement.link import Pending, Works
 
 
 class Source:
@@ -24,7 +25,9 @@ class Source:
         features = torch.zeros(8)
         self.made.append(weakref.ref(features))
         self.held.append(sum(one() is not None for one in self.made))
-        return Pending([], [features], torch.device("cpu"))
+        arrival: Future[Works] = Future()
+        arrival.set_result([])
+        return Pending(arrival, [features], torch.device("cpu"))
 
     def take(self, batch: dict[str, Tensor], pending: Pending, arrived: int) -> dict[str, Tensor]:
         return {**batch, "features": pending.take()[0]}

@@ -5,6 +5,9 @@ nothing but this pair, and a target that comes back is connected anew while the 
 everything; where features go by NCCL, requests and answers still go over gloo, from host memory. Everything arrives in the order in
 which it was asked for.
 
+A receive over NCCL is a kernel that waits on the drafter's GPU, in the place of others. So it is begun when the target's GPU has the
+features ready, which the target says by a byte over gloo.
+
 Requests and answers are signed (:mod:`dflash_lit.placement.messages`), under a key of this pair and of this process of the target: what
 was said to one that was lost means nothing to the one that has taken its place.
 """
@@ -15,10 +18,11 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -41,9 +45,10 @@ __all__ = [
     "TargetLink",
     "TargetLostError",
     "TensorSpec",
+    "Works",
 ]
 
-_REQUEST, _REQUEST_BODY, _ANSWER, _ANSWER_BODY, _DATA = 1, 2, 3, 4, 5  # tags
+_REQUEST, _REQUEST_BODY, _ANSWER, _ANSWER_BODY, _DATA, _READY = 1, 2, 3, 4, 5, 6  # tags
 _ROWS, _CALL, _GOODBYE, _RETURNED = 1, 2, 3, 4  # kinds of messages
 _DRAFTER, _TARGET = 0, 1  # ranks of a pair
 
@@ -87,6 +92,7 @@ class Goodbye:
 
 
 Request = Rows | Call | Goodbye
+Works = list[dist.Work]
 
 
 @dataclass(frozen=True)
@@ -119,13 +125,13 @@ class _Arrivals(threading.Thread):
     def __init__(self, group: Any) -> None:
         super().__init__(name="dflash_lit-arrivals", daemon=True)
         self._group = group
-        self._coming: SimpleQueue[tuple[list[dist.Work], Future[None]] | None] = SimpleQueue()
+        self._coming: SimpleQueue[tuple[Works, Callable[[], Works], Future[Works]] | None] = SimpleQueue()
         self.start()
 
-    def of(self, works: list[dist.Work]) -> Future[None]:
-        """Done when all of them are; they are waited for in the order in which they were given here."""
-        arrival: Future[None] = Future()
-        self._coming.put((works, arrival))
+    def of(self, works: Works, then: Callable[[], Works] = list) -> Future[Works]:
+        """Done when all of them are, with what ``then`` begins after them; they are waited for in the order in which they are given."""
+        arrival: Future[Works] = Future()
+        self._coming.put((works, then, arrival))
         return arrival
 
     def stop(self) -> None:
@@ -139,14 +145,48 @@ class _Arrivals(threading.Thread):
         del self._group
 
     @staticmethod
-    def _wait(works: list[dist.Work], arrival: Future[None]) -> None:
+    def _wait(works: Works, then: Callable[[], Works], arrival: Future[Works]) -> None:
         try:
             for work in works:
                 work.wait()
+            begun = then()
         except Exception as error:  # whoever takes them gets to know
             arrival.set_exception(error.with_traceback(None))  # which would hold them, and it, in a circle
         else:
-            arrival.set_result(None)
+            arrival.set_result(begun)
+
+
+class _Announcer(threading.Thread):
+    """Says to a drafter that the features of its next request are ready, when the GPU has come so far.
+
+    Args:
+        say: sends that.
+        failed: told if it cannot be sent.
+    """
+
+    def __init__(self, say: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        super().__init__(name="dflash_lit-ready", daemon=True)
+        self._say, self._failed = say, failed
+        self._made: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
+        self.start()
+
+    def after_this(self) -> None:
+        """Say it when what is in line on the current stream is done."""
+        made = torch.cuda.Event(blocking=True)
+        made.record()
+        self._made.put(made)
+
+    def stop(self) -> None:
+        self._made.put(None)
+        self.join()
+
+    def run(self) -> None:
+        try:
+            while (made := self._made.get()) is not None:
+                made.synchronize()
+                self._say()
+        except Exception as error:
+            self._failed(error)
 
 
 class _Link:
@@ -245,7 +285,7 @@ class DrafterLink(_Link):
         self._world, self._physical = world, world.layout.physical_rank(world.host, target)
         own = world.layout.local_rank(world.rank)
         super().__init__(world, name, _DRAFTER, own, target, device, transport, limit_gib, stores)
-        self._features = None if transport == "nccl" else _Arrivals(self._control)
+        self._features: _Arrivals | None = _Arrivals(self._control)
         self._others: _Arrivals | None = None
         self._coming: set[Pending] = set()
         self._unanswered: deque[Answer] = deque()
@@ -265,8 +305,8 @@ class DrafterLink(_Link):
         if self.lost or self.is_given_up():
             raise TargetLostError(self)
 
-    def until(self, arrival: Future[None]) -> None:
-        """Wait for what gloo brings, as long as the target is there.
+    def until(self, arrival: Future[Works]) -> Works:
+        """Wait for what gloo brings, as long as the target is there; returns what has been begun after it.
 
         Raises:
             TargetLostError: the connection has broken, or the run goes on without the target.
@@ -280,6 +320,7 @@ class DrafterLink(_Link):
                 break  # it is done, and said below
         if (error := arrival.exception()) is not None:
             raise TargetLostError(self) from error
+        return arrival.result()
 
     def _request(self, kind: int, body: Tensor | None, *shape: int) -> None:
         """Put a request in line; neither side waits."""
@@ -309,22 +350,36 @@ class DrafterLink(_Link):
             TargetLostError: if the connection has broken.
         """
         self._request(_ROWS, rows.contiguous(), *rows.shape[1:])
-        nccl = self.transport == "nccl"
         # Not on the stream that computes: a receive waits for what is in line there, and with it the target that sends.
         with nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
             buffers = [
-                torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-                if nccl
-                else torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self.device.type == "cuda")
+                torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self.device.type == "cuda")
+                if self._aside is None
+                else torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                 for spec in wanted
             ]
-            try:
-                works = [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
-            except RuntimeError as error:
-                raise TargetLostError(self) from error
-        pending = Pending(works, buffers, self.device, self._features.of(works) if self._features else None, self)
+        assert self._features is not None  # until it is closed
+        try:
+            if self._aside is None:
+                arrival = self._features.of(self._receives(buffers))
+            else:
+                ready = torch.empty(1, dtype=torch.uint8)
+                work = self._control.recv([ready], _TARGET, _READY)
+                arrival = self._features.of([work], partial(self._receives, buffers, ready))
+        except RuntimeError as error:
+            raise TargetLostError(self) from error
+        pending = Pending(arrival, buffers, self.device, self)
         self._coming.add(pending)
         return pending
+
+    def _receives(self, buffers: Sequence[Tensor], *_: Tensor) -> Works:
+        """Begin to receive; over NCCL from any thread, with what had to be kept until then."""
+        if self._aside is None:
+            return [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
+        if self.lost:
+            raise TargetLostError(self)  # NCCL would connect anew
+        with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
+            return [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
 
     def call(self, function: Any, *arguments: Any) -> Answer:
         """Let the target call ``function(its target, *arguments)``.
@@ -405,19 +460,16 @@ class Pending:
     """Tensors on their way to this drafter.
 
     Args:
-        arrival: over gloo, done when they are there.
+        arrival: done when they are there; over NCCL when they are being received, by the works that it has then.
+        buffers: where they come to.
+        device: of the drafter.
         link: that they come by.
     """
 
     def __init__(
-        self,
-        works: list[dist.Work],
-        buffers: list[Tensor],
-        device: torch.device,
-        arrival: Future[None] | None = None,
-        link: DrafterLink | None = None,
+        self, arrival: Future[Works], buffers: list[Tensor], device: torch.device, link: DrafterLink | None = None
     ) -> None:
-        self._works, self._buffers, self._device, self._arrival = works, buffers, device, arrival
+        self._arrival, self._buffers, self._device = arrival, buffers, device
         self.link = link
         self._settled: bool | None = None
 
@@ -425,13 +477,15 @@ class Pending:
         """Also of a target that is lost, if it was lost later."""
         if self._settled is not None:
             return self._settled
-        return self._arrival.done() if self._arrival else all(work.is_completed() for work in self._works)
+        if not self._arrival.done():
+            return False
+        return self._arrival.exception() is not None or all(work.is_completed() for work in self._arrival.result())
 
     def settle(self) -> None:
         """What has not arrived from a lost target will not; what an abort leaves in memory is not it."""
         if self._settled is None:
-            whole = self._arrival.exception() is None if self._arrival and self._arrival.done() else self._arrival is None
-            self._settled = self.arrived() and whole and all(self._arrival or work.is_success() for work in self._works)
+            whole = self.arrived() and self._arrival.exception() is None
+            self._settled = whole and all(work.is_success() for work in self._arrival.result())
 
     def take(self) -> list[Tensor]:
         """The tensors on the drafter's device, once they are there.
@@ -446,24 +500,25 @@ class Pending:
         link = self.link
         if link is not None and self._settled is False:
             raise TargetLostError(link)
-        if self._arrival:
+        works = self._arrival.result() if link is None else link.until(self._arrival)
+        while not self.arrived():
             if link is not None:
-                link.until(self._arrival)
-        else:
-            while not self.arrived():
-                if link is not None:
-                    link.look()
-                time.sleep(_POLL_S)
-            for work in self._works if self._settled is None else ():
-                work.wait()
-            for buffer in self._buffers:
-                if buffer.is_cuda:  # made on the stream of the receives
-                    buffer.record_stream(torch.cuda.current_stream(self._device))
+                link.look()
+            time.sleep(_POLL_S)
+        for work in works if self._settled is None else ():
+            work.wait()
+        for buffer in self._buffers:
+            if buffer.is_cuda:  # made on the stream of the receives
+                buffer.record_stream(torch.cuda.current_stream(self._device))
         if link is not None:
             link.settled(self)
         # A loader still holds this when it asks for the next, and no batch with it.
-        buffers, self._buffers, self._works = self._buffers, [], []
+        buffers, self._buffers, self._arrival = self._buffers, [], _NOTHING
         return [buffer.to(self._device, non_blocking=True) for buffer in buffers]
+
+
+_NOTHING: Future[Works] = Future()
+_NOTHING.set_result([])
 
 
 class Answer:
@@ -516,6 +571,7 @@ class TargetLink(_Link):
         own = world.layout.local_rank(world.rank)
         super().__init__(world, name, _TARGET, own, drafter, device, transport, limit_gib)
         self._drafter, self._requests = drafter, requests
+        self._announcer = _Announcer(self._say_ready, requests.put) if transport == "nccl" else None
         self._receiver = threading.Thread(target=self._receive, name="dflash_lit-requests", daemon=True)
         self._receiver.start()
 
@@ -550,12 +606,18 @@ class TargetLink(_Link):
     def send_features(self, tensors: Sequence[Tensor]) -> list[tuple[dist.Work, Tensor]]:
         """Send what a request asked for; what is on its way is for the caller to wait for (:meth:`finish`), and to keep."""
         sent = []
+        if self._announcer is not None:
+            self._announcer.after_this()
         for tensor in tensors:
             ready = tensor.contiguous()
             if self.transport == "gloo" and ready.is_cuda:
                 ready = torch.empty_like(ready, device="cpu", pin_memory=True).copy_(ready)
             sent.append((self._data.send([as_bytes(ready)], _DRAFTER, _DATA), ready))
         return sent
+
+    def _say_ready(self) -> None:
+        ready = torch.ones(1, dtype=torch.uint8)
+        self._control.send([ready], _DRAFTER, _READY).wait()
 
     def finish(self, work: dist.Work) -> None:
         """Wait until features have left."""
@@ -592,4 +654,6 @@ class TargetLink(_Link):
             work.wait()
         self._sent.clear()
         self._receiver.join()
+        if self._announcer is not None:
+            self._announcer.stop()
         self._shut()
