@@ -83,6 +83,7 @@ from dflash_lit.plan import Plan, make_plan
 from dflash_lit.target.frozen import TargetEnds
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BEGAN = time.monotonic()
 DEEP = 8
 """Requests in flight of a drafter that does nothing else: more than any number of targets here can serve at a time."""
 
@@ -349,6 +350,12 @@ def measure_transport(args: argparse.Namespace, world: World, cfg: TrainConfig, 
 # -- a whole run
 
 
+def say(world: World, what: str) -> None:
+    """Progress, for people."""
+    if world.rank == 0:
+        print(f"{time.monotonic() - BEGAN:.0f} s: {what}", file=sys.stderr, flush=True)
+
+
 class Clock(Callback):
     """Seconds from the end of batch ``skip`` to the end of the last, and what this rank's flow did meanwhile."""
 
@@ -513,12 +520,15 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
             return sum_over_drafters(args.steps * fits.tokens / (time.perf_counter() - began), device)
 
         rounds = []
-        for _ in range(args.rounds):
+        for turn in range(1, args.rounds + 1):
             supply = supplied()
+            say(world, f"round {turn}: supply {supply:,.0f} tokens/s")
             demand, _ = fits.fit(ready, remote)
+            say(world, f"round {turn}: demand {demand:,.0f} tokens/s")
             new_peak()
             list(remote.each(new_peak, [None] * args.targets))
             run, clock = fits.fit(remote, remote)
+            say(world, f"round {turn}: run {run:,.0f} tokens/s")
             rounds.append({"run": run, "supply": supply, "demand": demand, "share": run / min(supply, demand)})
             rounds[-1] |= {"wait": clock.flow.waited_s / clock.seconds, "queue": clock.flow.queued / clock.flow.batches}
         # Of the last run; what a fit with features at hand needs is here beside it.
@@ -529,6 +539,7 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
             for _ in remote.each(trace_target, [(args.trace, first, first + 6)] * args.targets):
                 pass
             fits.fit(remote, remote, TracedSteps(Path(args.trace) / f"drafter-{world.rank}.json.gz", first, first + 4))
+            say(world, "traced")
         same = same_as_own(args, fits, remote) if args.equal else {}
         remote.goodbye()
     if world.rank:

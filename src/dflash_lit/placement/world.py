@@ -296,6 +296,9 @@ class World:
         if self.rank == 0:
             for rank in range(1, self.layout.world):
                 self._wait(lambda rank=rank: rank in self.members.missing or self.is_done(rank))  # type: ignore[misc]
+        if dist.is_initialized():
+            # Before those that this process has started are waited for: NCCL ends a group on all of its ranks together.
+            dist.destroy_process_group()
         self.watch.leave()
         if self.children is not None and not self.children.wait(self.timeout_s):
             print("some processes of this run did not end by themselves and are killed", file=sys.stderr)
