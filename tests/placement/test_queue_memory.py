@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_lit.placement.feature_loader import PrefetchingLoader
-from dflash_lit.placement.link import Pending, Works
+from dflash_lit.placement.link import Begun, Pending
 
 
 class Source:
@@ -25,8 +25,8 @@ class Source:
         features = torch.zeros(8)
         self.made.append(weakref.ref(features))
         self.held.append(sum(one() is not None for one in self.made))
-        arrival: Future[Works] = Future()
-        arrival.set_result([])
+        arrival: Future[Begun] = Future()
+        arrival.set_result(None)
         return Pending(arrival, [features], torch.device("cpu"))
 
     def take(self, batch: dict[str, Tensor], pending: Pending, arrived: int) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from dflash_lit.placement.world import NO_LIMIT, Stores, World
 
 __all__ = [
     "Answer",
+    "Begun",
     "Call",
     "DrafterLink",
     "Goodbye",
@@ -45,7 +46,6 @@ __all__ = [
     "TargetLink",
     "TargetLostError",
     "TensorSpec",
-    "Works",
 ]
 
 _REQUEST, _REQUEST_BODY, _ANSWER, _ANSWER_BODY, _DATA, _READY = 1, 2, 3, 4, 5, 6  # tags
@@ -93,6 +93,8 @@ class Goodbye:
 
 Request = Rows | Call | Goodbye
 Works = list[dist.Work]
+Begun = torch.cuda.Event | None
+"""Of receives over NCCL: what their stream has come to when all is there."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,12 @@ class _Arrivals(threading.Thread):
     def __init__(self, group: Any) -> None:
         super().__init__(name="dflash_lit-arrivals", daemon=True)
         self._group = group
-        self._coming: SimpleQueue[tuple[Works, Callable[[], Works], Future[Works]] | None] = SimpleQueue()
+        self._coming: SimpleQueue[tuple[Works, Callable[[], Begun], Future[Begun]] | None] = SimpleQueue()
         self.start()
 
-    def of(self, works: Works, then: Callable[[], Works] = list) -> Future[Works]:
+    def of(self, works: Works, then: Callable[[], Begun] = lambda: None) -> Future[Begun]:
         """Done when all of them are, with what ``then`` begins after them; they are waited for in the order in which they are given."""
-        arrival: Future[Works] = Future()
+        arrival: Future[Begun] = Future()
         self._coming.put((works, then, arrival))
         return arrival
 
@@ -145,7 +147,7 @@ class _Arrivals(threading.Thread):
         del self._group
 
     @staticmethod
-    def _wait(works: Works, then: Callable[[], Works], arrival: Future[Works]) -> None:
+    def _wait(works: Works, then: Callable[[], Begun], arrival: Future[Begun]) -> None:
         try:
             for work in works:
                 work.wait()
@@ -305,7 +307,7 @@ class DrafterLink(_Link):
         if self.lost or self.is_given_up():
             raise TargetLostError(self)
 
-    def until(self, arrival: Future[Works]) -> Works:
+    def until(self, arrival: Future[Begun]) -> Begun:
         """Wait for what gloo brings, as long as the target is there; returns what has been begun after it.
 
         Raises:
@@ -361,25 +363,32 @@ class DrafterLink(_Link):
         assert self._features is not None  # until it is closed
         try:
             if self._aside is None:
-                arrival = self._features.of(self._receives(buffers))
+                works = [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
+                arrival = self._features.of(works)
             else:
                 ready = torch.empty(1, dtype=torch.uint8)
                 work = self._control.recv([ready], _TARGET, _READY)
-                arrival = self._features.of([work], partial(self._receives, buffers, ready))
+                arrival = self._features.of([work], partial(self._receive_aside, buffers, ready))
         except RuntimeError as error:
             raise TargetLostError(self) from error
         pending = Pending(arrival, buffers, self.device, self)
         self._coming.add(pending)
         return pending
 
-    def _receives(self, buffers: Sequence[Tensor], *_: Tensor) -> Works:
-        """Begin to receive; over NCCL from any thread, with what had to be kept until then."""
-        if self._aside is None:
-            return [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
+    def _receive_aside(self, buffers: Sequence[Tensor], *_: Tensor) -> torch.cuda.Event:
+        """Receive over NCCL, from any thread; also takes what had to be kept until then.
+
+        A work of NCCL says that it is complete when its partner is gone, too. An event of its stream is there before an abort only if
+        everything is.
+        """
         if self.lost:
             raise TargetLostError(self)  # NCCL would connect anew
         with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
-            return [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
+            for work in [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]:
+                work.wait()  # the stream does
+            whole = torch.cuda.Event()
+            whole.record()
+        return whole
 
     def call(self, function: Any, *arguments: Any) -> Answer:
         """Let the target call ``function(its target, *arguments)``.
@@ -460,14 +469,14 @@ class Pending:
     """Tensors on their way to this drafter.
 
     Args:
-        arrival: done when they are there; over NCCL when they are being received, by the works that it has then.
+        arrival: done when they are there; over NCCL when they are being received.
         buffers: where they come to.
         device: of the drafter.
         link: that they come by.
     """
 
     def __init__(
-        self, arrival: Future[Works], buffers: list[Tensor], device: torch.device, link: DrafterLink | None = None
+        self, arrival: Future[Begun], buffers: list[Tensor], device: torch.device, link: DrafterLink | None = None
     ) -> None:
         self._arrival, self._buffers, self._device = arrival, buffers, device
         self.link = link
@@ -479,13 +488,12 @@ class Pending:
             return self._settled
         if not self._arrival.done():
             return False
-        return self._arrival.exception() is not None or all(work.is_completed() for work in self._arrival.result())
+        return self._arrival.exception() is not None or (begun := self._arrival.result()) is None or begun.query()
 
     def settle(self) -> None:
         """What has not arrived from a lost target will not; what an abort leaves in memory is not it."""
         if self._settled is None:
-            whole = self.arrived() and self._arrival.exception() is None
-            self._settled = whole and all(work.is_success() for work in self._arrival.result())
+            self._settled = self.arrived() and self._arrival.exception() is None
 
     def take(self) -> list[Tensor]:
         """The tensors on the drafter's device, once they are there.
@@ -500,25 +508,21 @@ class Pending:
         link = self.link
         if link is not None and self._settled is False:
             raise TargetLostError(link)
-        works = self._arrival.result() if link is None else link.until(self._arrival)
+        begun = self._arrival.result() if link is None else link.until(self._arrival)
         while not self.arrived():
             if link is not None:
                 link.look()
             time.sleep(_POLL_S)
-        for work in works if self._settled is None else ():
-            work.wait()
-        for buffer in self._buffers:
-            if buffer.is_cuda:  # made on the stream of the receives
-                buffer.record_stream(torch.cuda.current_stream(self._device))
+        if begun is not None:  # made on the stream of the receives
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_event(begun)
+            for buffer in self._buffers:
+                buffer.record_stream(computing)
         if link is not None:
             link.settled(self)
         # A loader still holds this when it asks for the next, and no batch with it.
-        buffers, self._buffers, self._arrival = self._buffers, [], _NOTHING
+        buffers, self._buffers = self._buffers, []
         return [buffer.to(self._device, non_blocking=True) for buffer in buffers]
-
-
-_NOTHING: Future[Works] = Future()
-_NOTHING.set_result([])
 
 
 class Answer:
