@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from dflash_lit.attention.compiled import compiled
@@ -218,6 +219,20 @@ def test_what_the_user_can_mend_is_raised_at_once(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError):
         surviving_deletion(failing)
     assert failing.calls == 1
+
+
+def test_a_failed_compile_that_is_told_to_the_user_is_tried_again() -> None:
+    """As of a target's layers: whatever the advice, here it was a deletion."""
+
+    def told() -> UserError:
+        error = UserError("its layers could not be compiled")
+        error.__cause__ = cause = TorchDynamoException()
+        cause.__cause__ = missing(cache_dir() / "ab" / "x.py")
+        return error
+
+    failing = Failing(2, told)
+    assert surviving_deletion(failing) == str(cache_dir())
+    assert failing.calls == 3
 
 
 def test_short_memory_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from dflash_lit.errors import UserError
 
@@ -207,7 +208,8 @@ def surviving_deletion(function: Callable[[], Result], attempts: int = 5) -> Res
         attempts: how often it is run at most.
 
     Raises:
-        Exception: what ``function`` raised: at once if it is a UserError or says that memory is short, else that of its last attempt.
+        Exception: what ``function`` raised: at once if it is a UserError (but one about a compile that failed) or says that memory is
+            short, else that of its last attempt.
     """
     attempt, suspected = 1, ""
     while True:
@@ -216,7 +218,7 @@ def surviving_deletion(function: Callable[[], Result], attempts: int = 5) -> Res
                 made = function()
                 break
             except Exception as error:
-                if attempt >= attempts or isinstance(error, (UserError, torch.OutOfMemoryError)):
+                if attempt >= attempts or _no_cache_is_at_fault(error):
                     raise
                 said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 if _names_missing_file(error, folders) or watch.deleted_within(DELETING_S):
@@ -287,6 +289,13 @@ class _Watch:
     def deleted(self) -> bool:
         self._deleted = self._deleted or not all(file.exists() for file in self._files)
         return self._deleted
+
+
+def _no_cache_is_at_fault(error: Exception) -> bool:
+    """What a user has to mend, unless it is said of a compile that failed; and short memory."""
+    if isinstance(error, UserError):
+        return not isinstance(error.__cause__, TorchDynamoException)
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def _names_missing_file(error: BaseException, folders: Folders) -> bool:

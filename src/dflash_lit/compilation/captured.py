@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from dflash_lit.compilation.cache import surviving_deletion
 
 __all__ = ["Captured", "CapturedStages", "captures", "on_device"]
 
@@ -113,12 +116,12 @@ def _own(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _warm_up(function: Callable[..., object], inputs: Sequence[Tensor], device: torch.device) -> None:
-    """Run ``function`` on a stream of its own, as captures do."""
+    """Run ``function`` on a stream of its own, as captures do; what it compiles is compiled again if the cache is deleted meanwhile."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
-            function(*inputs)
+            surviving_deletion(partial(function, *inputs))
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
