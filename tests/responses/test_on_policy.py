@@ -16,7 +16,7 @@ from dflash_lit.errors import UserError
 from dflash_lit.responses.on_policy import PolicyCheck, check_policy, token_surprise
 from dflash_lit.responses.read_records import sample_documents
 from dflash_lit.target.frozen import FrozenTarget
-from tests.helpers import tiny_target
+from tests.helpers import in_terminal, tiny_target
 
 COUNT, PROMPT, TOKENS = 24, 24, 72
 
@@ -151,7 +151,10 @@ def write(path: Path, documents: list[Document]) -> Path:
 
 
 def test_the_command_says_which_file_is_foreign(
-    own: dict[float, list[Document]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own: dict[float, list[Document]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     good = write(tmp_path / "good.jsonl", own[0.7])
     assert main(["on-policy", str(good), "--target", "embedded", "--temperature", "0.7"]) == 0
@@ -166,7 +169,10 @@ def test_the_command_says_which_file_is_foreign(
         "good": ("on-policy", 20),
         "bad": ("off-policy", 20),
     }
-    assert main(["on-policy", str(bad), "--target", "embedded", "--threshold", "5"]) == 0
+    for ci in (False, True):  # a bar only where somebody looks at it
+        with in_terminal(monkeypatch, ci=ci) as shown:
+            assert main(["on-policy", str(bad), "--target", "embedded", "--threshold", "5"]) == 0
+        assert ("bad.jsonl" in shown[0]) != ci
     assert main(["on-policy", str(bad), "--target", "embedded", "--threshold", "0"]) == 2
     assert main(["on-policy", str(tmp_path / "none.jsonl"), "--target", "embedded"]) == 2
 
