@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from dflash_lit.commands import one_line
 from dflash_lit.errors import Interrupted, Pruned, RankError, UserError
 from dflash_lit.files import write_whole
+from dflash_lit.trained import SUMMARY
 
 __all__ = ["FILE", "Outcome", "override_words", "read_outcome", "read_outcomes", "run_job"]
 
@@ -92,7 +93,7 @@ def run_job(job: Callable[[], float | None]) -> float | None:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    for old in (FILE, "summary.json"):  # of a sweep that is run again
+    for old in (FILE, SUMMARY):  # of a sweep that is run again
         (folder / old).unlink(missing_ok=True)
     began = time.monotonic()
 
