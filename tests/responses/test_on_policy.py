@@ -199,10 +199,14 @@ def test_texts_become_the_tokens_that_the_template_would_write(embedded: FrozenT
         {"messages": [user, {**said, "weight": 0}, user, said], "finish_reason": "stop"},
         {"messages": [user, said], "finish_reason": "length"},
         {"prompt": "import", "response": " os"},
+        {"messages": [user], "response": "import os"},
     ]
     file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     documents = sample_documents(file, tokenizer, count=9, end_ids=embedded.eos_ids)
-    assert [tokenizer.decode(d.input_ids[d.supervised]) for d in documents] == ["import os<|endoftext|>", "import os", " os"]
+    assert [tokenizer.decode(d.input_ids[d.supervised]) for d in documents] == [
+        *("import os<|endoftext|>", "import os", " os"),
+        "import os<|endoftext|>",  # as if it stood among the messages
+    ]
     assert tokenizer.decode(documents[0].input_ids) == (
         "<|im_start|>user\nhi\n<|im_start|>assistant\nimport os<|endoftext|>\n<|im_start|>user\nhi\n<|im_start|>assistant\n"
         "import os<|endoftext|>"
@@ -219,6 +223,7 @@ def test_texts_become_the_tokens_that_the_template_would_write(embedded: FrozenT
         ('{"input_ids": [1, 2]}', "input_ids and loss_mask"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "need as many"),
         ('{"prompt": "a"}', "has neither"),
+        ('{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}', "has neither"),
         ("", "holds no response"),
     ],
 )

@@ -39,7 +39,7 @@ from dflash_lit.watching.counted import Counted
 __all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
 # Part of the key: raise it whenever the meaning of a stored file changes.
-_FORMAT = 3
+_FORMAT = 4
 # Tokens of a record batch: Arrow's offsets have 32 bits.
 _BATCH_TOKENS = 2**22
 # Fewer parts than this are not worth starting processes for, which import everything anew.
