@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,10 @@ class SafeCheckpoint(ModelCheckpoint):
             raise UserError(f"on_disk_full={on_disk_full!r}: choose continue or stop")
         if monitor == _AUTO and mode != "max":
             raise UserError(f"mode={mode!r}: monitor=auto is a length, the longer the better; use mode=max")
+        if not isinstance(interval := settings.get("train_time_interval"), timedelta | None):
+            raise UserError(
+                f"train_time_interval={interval!r}: is no time; write train_time_interval={{_target_: datetime.timedelta, minutes: 10}}"
+            )
         super().__init__(monitor=monitor, mode=mode or "min", **settings)
         self.on_disk_full = on_disk_full
         self._saving = False
@@ -138,11 +144,27 @@ class SafeCheckpoint(ModelCheckpoint):
             return
         if _validation_follows(trainer):
             # Lightning never makes up for a validation that a run was killed in, if its checkpoint is of before.
-            if self._every_n_train_steps and trainer.global_step % self._every_n_train_steps == 0:
-                self._defer_save_until_validation = True
+            self._defer_save_until_validation |= self._is_due(trainer)
             return
         with self._outliving(trainer):
             super().on_train_batch_end(trainer, *arguments)
+
+    def _is_due(self, trainer: L.Trainer) -> bool:
+        """Whether this step is one to be saved, by its number or by the time since the last one."""
+        if self._every_n_train_steps and trainer.global_step % self._every_n_train_steps == 0:
+            return True
+        if self._train_time_interval is None:
+            return False
+        now = time.monotonic()
+        due = now - (self._last_time_checked or now) >= self._train_time_interval.total_seconds()
+        due = trainer.strategy.broadcast(due)  # clocks of ranks differ
+        if due:
+            self._last_time_checked = now
+        return due
+
+    def _should_save_on_train_epoch_end(self, trainer: L.Trainer) -> bool:
+        # What was put off until the validation would never be saved by a callback that saves at ends of epochs only.
+        return not self._defer_save_until_validation and super()._should_save_on_train_epoch_end(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
         with self._outliving(trainer):
@@ -159,7 +181,7 @@ class SafeCheckpoint(ModelCheckpoint):
 
 def _validation_follows(trainer: L.Trainer) -> bool:
     """In ``on_train_batch_end``: whether this batch is followed by a validation."""
-    # Private, as `_defer_save_until_validation` above: Lightning says nowhere else what comes next; tests/callbacks/test_checkpoints.py.
+    # Private, as what is used of `ModelCheckpoint` above: Lightning says nowhere else what comes next; tests/callbacks/test_checkpoints.py.
     loop = trainer.fit_loop
     assert loop._data_fetcher is not None
     return bool(sum(trainer.num_val_batches)) and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)

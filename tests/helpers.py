@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+import termios
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -135,3 +140,29 @@ def token_batch(rows: Sequence[Sequence[Piece]], row_tokens: int = 128, *, vocab
         "supervised": torch.from_numpy(packed.supervised),
         "row_ids": torch.arange(len(rows)),
     }
+
+
+@contextmanager
+def in_terminal(monkeypatch: pytest.MonkeyPatch, *, ci: bool = False) -> Iterator[list[str]]:
+    """Standard error is a terminal of 80 columns inside the block; after it the list holds all that was written there.
+
+    Args:
+        ci: with ``CI`` set, as where others read it.
+    """
+    main, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    shown: list[str] = []
+    with open(terminal, "w") as stream, monkeypatch.context() as context:
+        context.setenv("TERM", "xterm")
+        context.setenv("COLUMNS", "80")
+        context.delenv("CI", raising=False)
+        if ci:
+            context.setenv("CI", "true")
+        context.setattr(sys, "stderr", stream)
+        yield shown
+    text = b""
+    with suppress(OSError):  # how Linux says that the other end was closed
+        while part := os.read(main, 65536):
+            text += part
+    os.close(main)
+    shown.append(text.decode(errors="replace"))

@@ -7,22 +7,24 @@ import io
 import json
 import math
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from dflash_lit import pictures
 from dflash_lit.config import TrainConfig, register
-from dflash_lit.errors import UserError
+from dflash_lit.errors import Interrupted, UserError
 from dflash_lit.report import main
 from dflash_lit.sweep_report import ranking, sweep_report
 from dflash_lit.sweep_results import read_sweep, settings
 from dflash_lit.sweeps.end import SweepEnd
-from dflash_lit.sweeps.outcome import Outcome
+from dflash_lit.sweeps.outcome import Outcome, run_job
 from tests.test_report import Page
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -150,6 +152,32 @@ def test_a_sweep_in_which_all_failed_has_a_report_and_no_best(tmp_path: Path) ->
     assert "No job has a val/tree_eal@64" in text
     assert "2 without a result" in text
     assert not (tmp_path / "best.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "why"),
+    [("a/last.ckpt", "; ckpt_path=a/last.ckpt goes on from here"), (None, " before there was anything to save")],
+)
+def test_a_job_that_its_time_limit_has_stopped_is_told_of_and_the_sweep_goes_on(
+    checkpoint: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(signum: int) -> float | None:
+        raise Interrupted(signum, checkpoint)
+
+    for number in range(2):
+        job(tmp_path, number, [f"seed={number}"], None)
+        hydra = OmegaConf.load(tmp_path / str(number) / ".hydra" / "hydra.yaml")
+        OmegaConf.update(hydra, "hydra.runtime.output_dir", str(tmp_path / str(number)))
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", hydra)
+        if number == 0:
+            assert run_job(lambda: told(signal.SIGALRM)) is None
+        else:
+            with pytest.raises(Interrupted):
+                run_job(lambda: told(signal.SIGTERM))
+    assert capsys.readouterr().err == f"job 0: stopped by trainer.max_time{why}\n"
+    found = [(one.status, one.reason) for one in read_sweep(tmp_path).jobs]
+    assert found == [("stopped", f"stopped by trainer.max_time{why}"), ("stopped", f"stopped by SIGTERM{why}")]
+    assert f"stopped by trainer.max_time{why}" in sweep_report(tmp_path).read_text()
 
 
 def test_a_job_that_failed_with_a_summary_in_its_folder_is_listed_and_not_the_best(sweep: Path) -> None:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.stopping import PREEMPTS, stopping
 
-__all__ = ["exits_on_user_error", "groups_explained", "one_line", "run_command", "stop_code"]
+__all__ = ["exits_on_user_error", "groups_explained", "one_line", "run_command", "stop_code", "stop_line"]
 
 
 def one_line(error: BaseException) -> str:
@@ -55,7 +55,8 @@ def stop_code(error: Interrupted) -> int:
     return 0 if error.signal in PREEMPTS else 128 + error.signal
 
 
-def _stopped(error: Interrupted) -> str:
+def stop_line(error: Interrupted) -> str:
+    """What has stopped a run, and what goes on from there."""
     how = f"stopped by {stopping.name(error.signal)}" if error.signal in PREEMPTS else "interrupted"
     saved = f"; ckpt_path={error.checkpoint} goes on from here" if error.checkpoint else " before there was anything to save"
     return f"{how}{saved}" + (f"; {error.requeued}" if error.requeued else "")
@@ -136,7 +137,7 @@ def run_command(command: Callable[[], Any]) -> int:
         )
         return 2
     except Interrupted as error:
-        print(_stopped(error), file=sys.stderr)
+        print(stop_line(error), file=sys.stderr)
         return stop_code(error)
     except (KeyboardInterrupt, SystemExit) as error:
         # Lightning makes a SystemExit of Ctrl-C after it has shut down.

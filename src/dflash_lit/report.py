@@ -37,6 +37,7 @@ from dflash_lit.report_page import (
 )
 from dflash_lit.sweep_report import sweep_report
 from dflash_lit.sweep_results import is_sweep
+from dflash_lit.trained import SUMMARY
 
 __all__ = ["closing_table", "load_metrics", "main", "write_report"]
 
@@ -107,7 +108,7 @@ def _parsed(cell: object) -> float | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build report.html of a finished run or of a sweep again; 0, or 2 and one line on stderr if something is missing."""
     parser = argparse.ArgumentParser(prog="python -m dflash_lit.report", description="Build report.html of a run or a sweep.")
-    parser.add_argument("run_folder", type=Path, help="a run's (summary.json, csv/metrics.csv) or a sweep's")
+    parser.add_argument("run_folder", type=Path, help=f"a run's ({SUMMARY}, csv/metrics.csv) or a sweep's")
     parser.add_argument("--metrics", type=Path, help="the metrics.csv to use, if it lies elsewhere")
     options = parser.parse_args(arguments)
     try:
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rebuild(run: Path, metrics: Path | None) -> Path:
-    source = run / "summary.json"
+    source = run / SUMMARY
     try:
         summary = json.loads(source.read_text(encoding="utf-8"))
     except OSError:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dflash_lit.errors import UserError
 from dflash_lit.sweeps.outcome import Outcome, override_words, read_outcome
+from dflash_lit.trained import SUMMARY
 
 __all__ = ["Setting", "Sweep", "SweepJob", "is_sweep", "load_config", "read_sweep", "scalars", "settings"]
 
@@ -172,7 +173,7 @@ def scalars(jobs: Sequence[SweepJob]) -> list[str]:
 def _job(folder: Path) -> SweepJob:
     outcome = read_outcome(folder)
     # A job may fail after it has written its summary, as in what is done with it.
-    summary = _summary(folder / "summary.json") if outcome is None or outcome.state == "done" else None
+    summary = _summary(folder / SUMMARY) if outcome is None or outcome.state == "done" else None
     return SweepJob(folder, _overrides(folder / ".hydra" / "overrides.yaml"), summary, outcome)
 
 

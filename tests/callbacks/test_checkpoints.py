@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +157,23 @@ def test_nothing_is_saved_between_a_step_and_its_validation(tmp_path: Path) -> N
     assert load(file)["global_step"] == 6
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (["every_n_train_steps=2", "save_on_train_epoch_end=true"], [2, 4, 6, 8]),
+        (["every_n_train_steps=3", "save_on_train_epoch_end=true"], [3, 6]),
+        (["train_time_interval={_target_: datetime.timedelta}"], [*range(1, 9)]),
+        (["train_time_interval={_target_: datetime.timedelta}", "save_on_train_epoch_end=true"], [*range(1, 9)]),
+        (["train_time_interval={_target_: datetime.timedelta, hours: 1}"], []),
+        (["save_on_train_epoch_end=true"], [8]),
+    ],
+)
+def test_what_is_put_off_until_a_validation_is_saved_then(settings: list[str], steps: list[int], tmp_path: Path) -> None:
+    more = [f"callbacks.last_checkpoint.{setting}" for setting in ("save_top_k=-1", "filename='{step}'", *settings)]
+    fit(tmp_path, Scored(1, 2, 3, 4), "callbacks.checkpoint.save_top_k=0", *more)
+    assert sorted(kept(tmp_path).values() if (tmp_path / "checkpoints").exists() else []) == steps
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_the_last_step_is_saved_without_a_validation_if_any_is(tmp_path: Path, saves: bool) -> None:
     file = tmp_path / "checkpoints" / "last.ckpt"
@@ -183,7 +201,11 @@ def test_private_names_of_lightning_are_where_they_were(tmp_path: Path) -> None:
     trainer = L.Trainer(default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
     assert callable(trainer.fit_loop.epoch_loop._should_check_val_fx)
     assert trainer.fit_loop._data_fetcher is None
-    assert ModelCheckpoint(tmp_path)._defer_save_until_validation is False
+    save = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=1))
+    assert save._defer_save_until_validation is False
+    assert save._train_time_interval == timedelta(seconds=1)
+    assert save._last_time_checked is None
+    assert save._should_save_on_train_epoch_end(trainer) is True
 
 
 def test_what_lightning_forgets_is_known_after_resuming(tmp_path: Path) -> None:
@@ -259,6 +281,8 @@ def test_one_option_for_both(tmp_path: Path) -> None:
         SafeCheckpoint(on_disk_full="maybe")
     with pytest.raises(UserError, match="monitor=auto is a length"):
         SafeCheckpoint(monitor="auto", mode="min")
+    with pytest.raises(UserError, match="train_time_interval='10': is no time"):
+        SafeCheckpoint(train_time_interval="10")
 
 
 # -- what the best goes by

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,24 @@ def test_texts_responses_and_tokens(tokenizer: Any) -> None:
     # A prompt of messages with a response is a conversation.
     own = with_template(tokenizer, CHATML)
     assert read(own, {"prompt": TURNS[:1], "response": "x + 1"}) == read(own, {"messages": TURNS[:2]})
+
+
+def test_a_response_beside_messages_is_their_last_turn(tokenizer: Any) -> None:
+    own = with_template(tokenizer, CHATML)
+    whole, cut = ({"messages": TURNS[:2], **more} for more in ({}, {"finish_reason": "length"}))
+    assert TURNS[1]["content"] == "x + 1"
+    assert read(own, {"messages": TURNS[:1], "response": "x + 1"}) == read(own, whole)
+    assert read(own, {"messages": json.dumps(TURNS[:1]), "response": "x + 1", "finish_reason": "length"}) == read(own, cut)
+    for said in ("x + 1", "\nx + 1 ", "", None):  # it repeats the turn, or says nothing
+        assert read(own, {**whole, "response": said}) == read(own, whole)
+    for said in ("x", "<think>a</think>x + 1"):
+        with pytest.raises(Skip, match="messages ends with another than response; ") as caught:
+            read(own, {**whole, "response": said})
+        assert (caught.value.reason, caught.value.choice) == ("two responses", False)
+    with pytest.raises(Skip, match="response of the assistant"):
+        read(own, {"messages": TURNS[:1], "response": " "})
+    apart = Columns.named({"response": "unused"})
+    assert check_record({**whole, "response": "x"}, apart, "") == check_record(whole, apart, "")
 
 
 def test_messages_need_a_template(tokenizer: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from dflash_lit.data.datamodule import EMPTY_ROW, RowDataModule, RowDataset
+from dflash_lit.data.held import held
 from dflash_lit.data.offline import StoredFeatures, ensure_features, offline_bytes, offline_key, write_features
 from dflash_lit.errors import UserError
 from dflash_lit.placement.strategy import LocalTarget
@@ -114,6 +115,16 @@ def test_nothing_is_left_of_a_run_that_was_broken_off(target: FrozenTarget, tmp_
     shutil.rmtree(tmp_path / "key")
     with pytest.raises(UserError, match="cannot be read"):
         StoredFeatures.open(tmp_path / "key")
+
+
+def test_what_killed_runs_have_left_is_removed_before_the_disk_is_asked(target: FrozenTarget, tmp_path: Path) -> None:
+    for left in (".a.partial", ".b.partial"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "features.npy").write_bytes(b"0" * 1000)
+    with held(tmp_path / ".b.partial"):  # by a run that writes
+        folders, _ = ensured(target, tmp_path)
+    assert {*folders, tmp_path / ".b.partial"} == set(tmp_path.iterdir())
+    assert list((tmp_path / ".b.partial").iterdir())
 
 
 def test_the_disk_is_asked_for_all_space_at_once(target: FrozenTarget, tmp_path: Path) -> None:

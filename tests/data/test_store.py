@@ -22,6 +22,7 @@ import dflash_lit.data.store as store_module
 from dflash_lit.data.chat import ChatSettings
 from dflash_lit.data.datamodule import RowDataModule, RowDataset, RowLoader
 from dflash_lit.data.documents import Document
+from dflash_lit.data.held import held
 from dflash_lit.data.packing import pack
 from dflash_lit.data.records import Columns
 from dflash_lit.data.row_plan import plan_rows
@@ -227,6 +228,29 @@ def test_too_many_broken_records_end_it_early(tmp_path: Path, tokenizer: Any, mo
     assert len(list(partial.glob("*.json"))) < 20
     assert f"{path}:2: broken JSON" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_unfinished_stores_of_data_that_were_mended_are_removed(tmp_path: Path, tokenizer: Any) -> None:
+    """Not those that a run may go on with, nor one that somebody is writing."""
+    broken, good, cache = [{"text": "a word"}, "{"], [{"text": "a word"}, {"text": "and another"}], tmp_path / "cache"
+
+    def left_of(name: str) -> Path:
+        before = set(cache.glob("*"))
+        with pytest.raises(UserError, match="broken JSON"):
+            build(write(tmp_path / name, broken), tokenizer, cache)
+        [partial] = set(cache.glob("*.partial")) - before
+        return partial
+
+    mended, stays, gone = left_of("a.jsonl"), left_of("b.jsonl"), left_of("c.jsonl")
+    (tmp_path / "c.jsonl").unlink()  # may come back, as a disk that is not mounted
+    path = write(tmp_path / "a.jsonl", good)
+    with held(mended):
+        first, _ = build(path, tokenizer, cache)
+        assert set(cache.iterdir()) == {mended, stays, gone, first.folder}
+    (stays / ".sources").write_text("[")  # not known
+    second, _ = build(write(tmp_path / "d.jsonl", good), tokenizer, cache)
+    assert set(cache.iterdir()) == {stays, gone, first.folder, second.folder}
+    assert not list(first.folder.glob(".*"))
 
 
 @pytest.mark.parametrize("lines", [[], ['{"prompt": "a"}'], ["", ""]])

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from dflash_lit.data.prompts import stdlib_prompts
 from dflash_lit.decode.acceptance import _compare, measure, measure_together, round_samples, sweep
 from dflash_lit.errors import UserError
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
+from dflash_lit.target.reader import TargetReader
 from tests.helpers import drafter_for, embedded_config, lively_drafter, tiny_target
 
 PROMPTS = [list(range(5, 25)), list(range(40, 64)), list(range(100, 130))]
@@ -105,7 +107,49 @@ def test_a_wrong_token_is_different_and_a_tie_is_not() -> None:
         target.model.lm_head.weight[order[1]] = target.model.lm_head.weight[order[0]]
     with torch.inference_mode():
         logits = target.model(input_ids=torch.tensor([prompt])).logits[0, -1]
-    if torch.equal(logits[order[0]], logits[order[1]]) and int(logits.argmax()) in order[:2]:
-        assert _compare(target, prompt, [order[1], 7], [order[0], 9]) == "near tie"
-    else:
+    if not torch.equal(logits[order[0]], logits[order[1]]) or int(logits.argmax()) not in order[:2]:
         pytest.fail("the planted tie is no tie")
+    right = greedy_behind(target, [*prompt, order[1]], 3)
+    assert _compare(target, prompt, [order[1], *right], [order[0], 9]) == "near tie"
+    # Behind a tie, too, every token is the target's.
+    for place in range(3):
+        wrong = [*right[:place], order[-1], *right[place + 1 :]]
+        assert _compare(target, prompt, [order[1], *wrong], [order[0], 9]) == "different"
+
+
+def greedy_behind(target: FrozenTarget, ids: list[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        for _ in range(count):
+            ids = [*ids, int(target.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids[-count:]
+
+
+def test_in_bf16_a_defect_of_decoding_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FrozenTarget.load(TargetInfo.load(EMBEDDED), dtype=torch.bfloat16)
+    drafter = lively_drafter(embedded_config(block_size=8))
+    prompts = [p.input_ids for p in stdlib_prompts(target.tokenizer, count=3, prompt_tokens=32, held_out=True, seed=0)]
+    assert measure(target, drafter, prompts, max_new_tokens=48).lossless is True
+    forget = TargetReader.forget
+
+    def forget_too_much(self: TargetReader, count: int) -> None:
+        forget(self, count)
+        self.cache.layers[-1].values[:, :, -1] = 0  # of the last token that stays, in one layer
+
+    monkeypatch.setattr(TargetReader, "forget", forget_too_much)
+    assert measure(target, drafter, prompts, max_new_tokens=48).lossless is False
+
+
+@pytest.mark.parametrize(("steps", "verdict"), [(8, "near tie"), (9, "different"), (-1, "near tie")])
+@pytest.mark.parametrize("best", [1.0, 7.9375, 8.0])
+def test_a_tie_is_as_wide_as_some_spacings_of_the_logits(best: float, steps: int, verdict: str) -> None:
+    """Of bf16 at the best logit: 2**-7 at 1 to 2, 2**-4 at 8 to 16, half of that just below 8."""
+    target = tiny_target(TargetInfo.load(EMBEDDED), vocab_size=16)
+    spacing = 2.0 ** (math.floor(math.log2(best)) - 7)
+    model = target.model.to(torch.bfloat16)
+    model.lm_head = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
+    with torch.no_grad():  # the same logits behind every text
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.fill_(-1.0)
+        model.lm_head.bias[3], model.lm_head.bias[5] = best, best - steps * spacing
+    for drafted, own in (([5, 3], [3, 3]), ([3, 3], [5, 3]), ([3, 5], [5, 3])):
+        assert _compare(target, [1, 2], drafted, own) == verdict

@@ -16,7 +16,7 @@ from dflash_lit.errors import UserError
 from dflash_lit.responses.on_policy import PolicyCheck, check_policy, token_surprise
 from dflash_lit.responses.read_records import sample_documents
 from dflash_lit.target.frozen import FrozenTarget
-from tests.helpers import tiny_target
+from tests.helpers import in_terminal, tiny_target
 
 COUNT, PROMPT, TOKENS = 24, 24, 72
 
@@ -151,7 +151,10 @@ def write(path: Path, documents: list[Document]) -> Path:
 
 
 def test_the_command_says_which_file_is_foreign(
-    own: dict[float, list[Document]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own: dict[float, list[Document]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     good = write(tmp_path / "good.jsonl", own[0.7])
     assert main(["on-policy", str(good), "--target", "embedded", "--temperature", "0.7"]) == 0
@@ -166,7 +169,10 @@ def test_the_command_says_which_file_is_foreign(
         "good": ("on-policy", 20),
         "bad": ("off-policy", 20),
     }
-    assert main(["on-policy", str(bad), "--target", "embedded", "--threshold", "5"]) == 0
+    for ci in (False, True):  # a bar only where somebody looks at it
+        with in_terminal(monkeypatch, ci=ci) as shown:
+            assert main(["on-policy", str(bad), "--target", "embedded", "--threshold", "5"]) == 0
+        assert ("bad.jsonl" in shown[0]) != ci
     assert main(["on-policy", str(bad), "--target", "embedded", "--threshold", "0"]) == 2
     assert main(["on-policy", str(tmp_path / "none.jsonl"), "--target", "embedded"]) == 2
 
@@ -193,10 +199,14 @@ def test_texts_become_the_tokens_that_the_template_would_write(embedded: FrozenT
         {"messages": [user, {**said, "weight": 0}, user, said], "finish_reason": "stop"},
         {"messages": [user, said], "finish_reason": "length"},
         {"prompt": "import", "response": " os"},
+        {"messages": [user], "response": "import os"},
     ]
     file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     documents = sample_documents(file, tokenizer, count=9, end_ids=embedded.eos_ids)
-    assert [tokenizer.decode(d.input_ids[d.supervised]) for d in documents] == ["import os<|endoftext|>", "import os", " os"]
+    assert [tokenizer.decode(d.input_ids[d.supervised]) for d in documents] == [
+        *("import os<|endoftext|>", "import os", " os"),
+        "import os<|endoftext|>",  # as if it stood among the messages
+    ]
     assert tokenizer.decode(documents[0].input_ids) == (
         "<|im_start|>user\nhi\n<|im_start|>assistant\nimport os<|endoftext|>\n<|im_start|>user\nhi\n<|im_start|>assistant\n"
         "import os<|endoftext|>"
@@ -213,6 +223,7 @@ def test_texts_become_the_tokens_that_the_template_would_write(embedded: FrozenT
         ('{"input_ids": [1, 2]}', "input_ids and loss_mask"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "need as many"),
         ('{"prompt": "a"}', "has neither"),
+        ('{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}', "has neither"),
         ("", "holds no response"),
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 from dflash_lit.cli import main
 from dflash_lit.responses.command import API_KEY
 from dflash_lit.responses.record_file import dropped_path
+from tests.helpers import in_terminal
 from tests.responses.wayward_server import Body, Handler, WaywardServer, answer_to, slow
 
 COUNT = 400
@@ -95,6 +96,14 @@ def test_summary_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert main(command(server, prompts, out, "--model", "m")) == 0
         assert not server.asked
     assert len(lines(out)) == 9
+
+
+@pytest.mark.parametrize("ci", [False, True])
+def test_a_bar_is_drawn_in_a_terminal_that_somebody_looks_at(ci: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with WaywardServer(lambda handler, body, before: False) as server, in_terminal(monkeypatch, ci=ci) as shown:
+        assert main(command(server, write_prompts(tmp_path, 3), tmp_path / "out.jsonl")) == 0
+    assert ("3/3" in shown[0]) != ci
+    assert ("\x1b" in shown[0]) != ci
 
 
 def test_too_many_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import termios
-from contextlib import suppress
 
 import pytest
 
 from dflash_lit.watching.counted import Counted
+from tests.helpers import in_terminal
 
 
 def count(total: int, **settings: float) -> None:
@@ -54,25 +51,11 @@ def test_no_figures_break_the_line() -> None:
 
 @pytest.mark.parametrize("ci", [False, True])
 def test_in_a_terminal_it_is_drawn_over_itself(ci: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    main, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("CI", raising=False)
-    if ci:
-        monkeypatch.setenv("CI", "true")
-    with open(terminal, "w") as stream, monkeypatch.context() as context:
-        context.setattr(sys, "stderr", stream)
-        with Counted("responses", 2) as counted:
-            counted.advance(2, "640 tokens/s")
-    shown = ""
-    with suppress(OSError):  # how Linux says that the other end was closed
-        while part := os.read(main, 65536):
-            shown += part.decode(errors="replace")
-    os.close(main)
-    states = [part for part in re.split(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]", shown) if part.strip()]
+    with in_terminal(monkeypatch, ci=ci) as shown, Counted("responses", 2) as counted:
+        counted.advance(2, "640 tokens/s")
+    states = [part for part in re.split(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]", shown[0]) if part.strip()]
     assert states
     assert max(map(len, states)) <= 80
     assert any("2/2 640 tokens/s 0s left" in state for state in states)
-    assert ("\x1b[2K" in shown) != ci
+    assert ("\x1b[2K" in shown[0]) != ci
     assert len(states) == 2 or not ci

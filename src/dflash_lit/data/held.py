@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["held"]
+__all__ = ["held", "remove_unheld"]
 
 
 @contextmanager
@@ -42,5 +43,27 @@ def held(folder: Path) -> Iterator[bool]:
         except FileNotFoundError:
             ours = False
         yield ours
+    finally:
+        os.close(handle)
+
+
+def remove_unheld(folder: Path) -> bool:
+    """Remove a folder unless another process holds it, or the file system has no locks that would tell.
+
+    Returns:
+        Whether it was removed. Who waits for it sees that, and makes it anew.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(handle), os.stat(folder)):  # renamed by who held it, and made anew
+            return False
+        shutil.rmtree(folder)
+        return True
+    except OSError:
+        return False
     finally:
         os.close(handle)

@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dflash_lit.data.datamodule import EMPTY_ROW, RowDataset
-from dflash_lit.data.held import held
+from dflash_lit.data.held import held, remove_unheld
 from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
 from dflash_lit.files import map_array, read_sealed, refuse_no_file, sealed
@@ -244,6 +244,8 @@ def ensure_features(
     if not missing:
         console.print(f"  offline features are in {place}", highlight=False)
         return folders
+    for left in place.glob(".*.partial"):  # of runs that were killed: nobody goes on with those
+        remove_unheld(left)
     size = sum(offline_bytes(len(rows), rows.row_tokens, widths, target.dtype) for rows in missing.values())
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
     if size > min(free, limit_gib * 2**30):

@@ -28,7 +28,7 @@ class Columns:
     """Names of the columns (keys of a JSON object) that are read; the others are not looked at.
 
     Attributes:
-        messages: a conversation in OpenAI's format.
+        messages: a conversation in OpenAI's format. One that does not end with the assistant is a prompt, as below.
         tools: the functions it may call, a list of JSON schemas; optional.
         prompt: a text, or messages; ``response`` is what was said to it.
         text: a plain text, learnt as a whole.
@@ -123,7 +123,7 @@ def check_record(value: Any, columns: Columns, where: str) -> Record:
     if finish is not None and not isinstance(finish, str):
         raise Skip("wrong type", f"{columns.finish_reason} is {_kind(finish)}, not a text")
     if columns.messages in value:
-        messages = _messages(value[columns.messages], columns.messages)
+        messages = _answered(_messages(value[columns.messages], columns.messages), response, columns)
         return Record(where, name, messages=messages, tools=tools or None, finish_reason=finish)
     if columns.prompt in value:
         prompt = value[columns.prompt]
@@ -246,6 +246,20 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
     if not messages:
         raise Skip("empty conversation")
     return [_message(message, f"{column}[{number}]") for number, message in enumerate(messages)]
+
+
+def _answered(messages: list[dict[str, Any]], response: str | None, columns: Columns) -> list[dict[str, Any]]:
+    """With the response as the last turn, which it has to equal where there is one: nobody knows which of two was generated."""
+    if response is None:
+        return messages
+    if messages[-1]["role"] != "assistant":
+        return [*messages, _message({"role": "assistant", "content": response}, columns.response)]
+    if response.strip() not in ("", messages[-1]["content"].strip()):
+        raise Skip(
+            "two responses",
+            f"{columns.messages} ends with another than {columns.response}; +data.columns.response=unused takes the first",
+        )
+    return messages
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:

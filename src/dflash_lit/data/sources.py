@@ -23,7 +23,7 @@ from dflash_lit.data.records import LONGEST, Columns, without_nulls
 from dflash_lit.data.skips import Skip
 from dflash_lit.errors import UserError
 
-__all__ = ["Shard", "Source", "find_sources", "read_shard", "shards"]
+__all__ = ["Shard", "Source", "find_sources", "is_replaced", "read_shard", "shards"]
 
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 _PARQUET = (".parquet",)
@@ -138,8 +138,21 @@ def _file(path: Path, named: str) -> Source:
     kind = _kind(path)
     if kind is None:
         raise UserError(f"data.path={named!r}: unknown kind of file; give one of {', '.join([*_LINES, *_PARQUET])}")
+    return Source(kind, str(path), _version(path))
+
+
+def _version(path: Path) -> str:
     about = path.stat()
-    return Source(kind, str(path), f"{path.resolve()}:{about.st_size}:{about.st_mtime_ns}")
+    return f"{path.resolve()}:{about.st_size}:{about.st_mtime_ns}"
+
+
+def is_replaced(version: str) -> bool:
+    """Whether a file is there still, but with other content than the source that had this ``version``; false of data sets."""
+    path = Path(version.rsplit(":", 2)[0])
+    try:
+        return path.is_absolute() and path.is_file() and _version(path) != version
+    except (OSError, ValueError):
+        return False
 
 
 def _dataset(path: str, split: str, *, on_disk: bool) -> Source:

@@ -26,24 +26,26 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lit.data.chat import ChatSettings, ChatTokenizer, Tokens
-from dflash_lit.data.held import held
+from dflash_lit.data.held import held, remove_unheld
 from dflash_lit.data.records import Columns, Record, check_record
 from dflash_lit.data.row_plan import Spans
 from dflash_lit.data.skips import Skip, SkipRecord, Skips
-from dflash_lit.data.sources import Shard, Source, find_sources, read_shard, shards
+from dflash_lit.data.sources import Shard, Source, find_sources, is_replaced, read_shard, shards
 from dflash_lit.errors import UserError
-from dflash_lit.files import file_digest, map_array, read_sealed, refuse_no_file, sealed
+from dflash_lit.files import file_digest, map_array, read_json, read_sealed, refuse_no_file, sealed, write_whole
 from dflash_lit.placement.children import ignore_stops
 from dflash_lit.watching.counted import Counted
 
 __all__ = ["SCHEMA", "DocumentStore", "StoreSettings", "build_store", "fingerprint", "write_index"]
 
 # Part of the key: raise it whenever the meaning of a stored file changes.
-_FORMAT = 3
+_FORMAT = 4
 # Tokens of a record batch: Arrow's offsets have 32 bits.
 _BATCH_TOKENS = 2**22
 # Fewer parts than this are not worth starting processes for, which import everything anew.
 _FEW_PARTS = 4
+# What an unfinished store is made of; gone when it is finished, as all hidden files.
+_SOURCES = ".sources"
 # Tokens that decide on which side a document without a prompt is.
 _POINT_TOKENS = 32
 
@@ -214,6 +216,8 @@ def build_store(
                 if (folder / "meta.json").is_file():  # made anew after the other had finished
                     partial.rmdir()
                     break
+                write_whole(partial / _SOURCES, json.dumps([source.version for source in sources]))
+                _remove_superseded(partial)
                 skips = _tokenise(list(shards(sources)), tokenizer, settings, partial, workers, progress)
                 write_index(partial, skips, settings.skip_limit)
                 partial.rename(folder)
@@ -223,6 +227,20 @@ def build_store(
     store = DocumentStore(folder)
     store.skips.check(settings.skip_limit)  # the limit is no part of the key
     return store, True
+
+
+def _remove_superseded(partial: Path) -> None:
+    """Remove unfinished stores beside this one that no run can go on with: one of their files has other content now.
+
+    Others may be gone on with, and stay.
+    """
+    for other in partial.parent.glob("documents-*.partial"):
+        try:
+            versions = read_json(other / _SOURCES, "")
+        except UserError:  # not known what of, or gone meanwhile
+            continue
+        if other != partial and isinstance(versions, list) and any(is_replaced(str(version)) for version in versions):
+            remove_unheld(other)
 
 
 def fingerprint(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: StoreSettings) -> str:

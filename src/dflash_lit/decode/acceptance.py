@@ -24,6 +24,10 @@ from dflash_lit.target.frozen import FrozenTarget, generation_settings
 __all__ = ["Acceptance", "MeasuredTarget", "Sample", "decoding", "measure", "measure_together", "round_samples", "sweep"]
 
 
+_ROUNDINGS = 8
+"""Spacings of the target's dtype by which a right output's logits may be below the best: layers round, too, not only the head."""
+
+
 class MeasuredTarget(TreeTarget, Protocol):
     """A target to decode with, whole or in parts elsewhere."""
 
@@ -46,7 +50,8 @@ class Acceptance:
         tokens_per_s_plain, tokens_per_s_drafted: new tokens a second without and with the drafter, batch 1.
         accepted_by_depth: share of rounds that accepted a draft at depth k (hence at all before), k = 1..B-1.
         identical: prompts whose drafted output equals the target's own, token for token (greedy; None when sampled).
-        near_ties: prompts where it differs first at a place at which the target's two best tokens are equal within its dtype.
+        near_ties: prompts where it differs, but first at a place where the target finds both tokens equal within the rounding of its
+            dtype, and each of its tokens is, behind those before it, the target's best within that rounding.
         prompts: how many were decoded.
         stage_ms: milliseconds a round of each stage, from a pass of its own that waits at their borders; empty if not asked for.
         plain_ms: milliseconds a pass of the target alone, from that pass; NaN if not asked for.
@@ -354,20 +359,23 @@ def _compare(target: FrozenTarget, prompt: list[int], drafted: list[int], own: l
     """How a drafted greedy output relates to the target's own: "identical", "near tie" or "different".
 
     A pass over several tokens and a pass over one round differently, so where the target's two best tokens are as close as its
-    dtype resolves, either is its own choice; from there on the texts differ rightly.
+    dtype resolves, either is its own choice. From there on the texts differ rightly, and the drafted one is judged by itself:
+    every token has to be the target's best behind those before it, as close as that.
     """
     if drafted == own:
         return "identical"
     common = next((i for i, (a, b) in enumerate(zip(drafted, own, strict=False)) if a != b), None)
     if common is None:
         return "different"  # one ends where the other goes on
-    ids = torch.tensor([[*prompt, *own[:common]]], device=target.device)
+    ids = torch.tensor([[*prompt, *drafted]], device=target.device)
     with torch.inference_mode():
-        logits = target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-    best = float(logits.max())
-    # The spacing of the dtype at the size of the logits, and a few roundings in the layers below.
-    room = 8 * torch.finfo(target.dtype).eps * max(abs(best), 1.0)
-    return "near tie" if min(float(logits[drafted[common]]), float(logits[own[common]])) >= best - room else "different"
+        logits = target.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        best = logits.max(dim=-1).values.float()
+        made = logits.gather(1, ids[0, len(prompt) :, None])[:, 0].float()
+        made[common] = torch.minimum(made[common], logits[common, own[common]].float())
+    # The spacing of the dtype at the size of the logits.
+    step = torch.finfo(target.dtype).eps * torch.exp2(best.abs().clamp(min=1).frexp().exponent - 1.0)
+    return "near tie" if bool((made >= best - _ROUNDINGS * step).all()) else "different"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dflash_lit.errors import UserError
@@ -23,6 +22,7 @@ from dflash_lit.responses.raw_prompts import RawPrompt, read_raw_prompts
 from dflash_lit.responses.record_file import RecordFile, dropped_path
 from dflash_lit.responses.reply import DROPPED, FLAGS
 from dflash_lit.responses.server import TOKEN_ID_FIELDS, Sampling, Server
+from dflash_lit.watching.terminal import live_console
 
 __all__ = ["API_KEY", "add_options", "run"]
 
@@ -276,12 +276,13 @@ class _Watch:
     def shown(self, *, quiet: bool) -> Iterator[None]:
         """Show it on stderr inside the block; ``quiet``: not at all."""
         self._began = self._said = time.monotonic()
-        if quiet or not sys.stderr.isatty():
+        console = None if quiet else live_console()
+        if console is None:
             self._said = float("inf") if quiet else self._said
             yield
             return
         columns = (TextColumn("responses"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as self._bar:
+        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as self._bar:
             self._task = self._bar.add_task("", total=self._all, completed=self.done, rate="")
             yield
         self._bar = None

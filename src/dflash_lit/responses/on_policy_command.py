@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dflash_lit.responses.on_policy import PolicyCheck, check_policy
 from dflash_lit.responses.read_records import sample_documents
 from dflash_lit.responses.record_file import settings_path
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
+from dflash_lit.watching.terminal import live_console
 
 __all__ = ["add_options", "run"]
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     positions = int(getattr(target.info.text, "max_position_embeddings", 0) or args.row_tokens)
     checks: dict[str, PolicyCheck] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=args.json or not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=args.json or live_console() is None) as progress:
         for file in args.files:
             settings = _settings(Path(file))
             template = (settings.get("extra_body") or {}).get("chat_template_kwargs") or {}

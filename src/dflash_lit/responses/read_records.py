@@ -79,9 +79,12 @@ def _document(line: bytes, place: str, tokenizer: Any, end_ids: tuple[int, ...],
             raise UserError(f"{place}: input_ids and loss_mask must be lists of whole numbers") from error
         return Document(ids, mask, place)
     messages, text, response = record.get("messages"), record.get("prompt"), record.get("response")
-    if isinstance(messages, list) and len(messages) > 1 and all(isinstance(message, dict) for message in messages):
+    talk = messages if isinstance(messages, list) and all(isinstance(message, dict) for message in messages) else []
+    if talk and isinstance(response, str) and talk[-1].get("role") != "assistant":
+        talk = [*talk, {"role": "assistant", "content": response}]
+    if len(talk) > 1 and talk[-1].get("role") == "assistant":
         # A weight is for training, not for the template.
-        history = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        history = [{key: value for key, value in message.items() if key != "weight"} for message in talk]
         prompt = RawPrompt(place, "", None, tuple(history[:-1]), record.get("tools"), place)
         before = prompt_ids(tokenizer, prompt, history[:-1], template)
         said = _last_turn(tokenizer, history, before, record.get("tools"), template)

@@ -18,9 +18,10 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from dflash_lit.commands import one_line
+from dflash_lit.commands import one_line, stop_line
 from dflash_lit.errors import Interrupted, Pruned, RankError, UserError
 from dflash_lit.files import write_whole
+from dflash_lit.trained import SUMMARY
 
 __all__ = ["FILE", "Outcome", "override_words", "read_outcome", "read_outcomes", "run_job"]
 
@@ -33,11 +34,11 @@ class Outcome:
 
     Attributes:
         job: name of its folder.
-        state: "stopped": by a signal, together with the sweep.
+        state: "stopped": by ``trainer.max_time``, or by a signal, together with the sweep.
         overrides: of the job, as on a command line.
         value: of ``optimized_metric``; of a pruned job the last that was validated; None if there is none.
         step: at which it was pruned.
-        error: one line.
+        error: one line: of a failed job what has happened, of a stopped one what goes on from there.
         seconds: it took.
     """
 
@@ -92,7 +93,7 @@ def run_job(job: Callable[[], float | None]) -> float | None:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    for old in (FILE, "summary.json"):  # of a sweep that is run again
+    for old in (FILE, SUMMARY):  # of a sweep that is run again
         (folder / old).unlink(missing_ok=True)
     began = time.monotonic()
 
@@ -114,13 +115,12 @@ def run_job(job: Callable[[], float | None]) -> float | None:
         print(f"error: job {folder.name}: {line}", file=sys.stderr)
         write("failed", error=line)
     except BaseException as error:
-        write("stopped")
+        why = stop_line(error) if isinstance(error, Interrupted) else None
+        write("stopped", error=why)
         # The limit is a job's own, and not the sweep's.
         if not isinstance(error, Interrupted) or error.signal != signal.SIGALRM:
             raise
-        print(
-            f"job {folder.name}: stopped by trainer.max_time; ckpt_path={error.checkpoint} goes on from here", file=sys.stderr
-        )
+        print(f"job {folder.name}: {why}", file=sys.stderr)
     finally:
         # A failed job's error held its frames, and with them the drafter and the target.
         gc.collect()
