@@ -33,10 +33,12 @@ def test_the_published_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a hub, a GPU or an option."""
     out = said(capsys, "")
     assert "7     0     7      target   -             cuda:7" in out
-    assert out.splitlines()[-1] == (
+    assert out.splitlines()[-2:] == [
         "verdict   drafter-bound: 5 targets supply 214 Ktok/s, 3 drafters take 74.5 Ktok/s; "
-        "3 targets + 5 drafters would reach 124 Ktok/s"
-    )
+        "3 targets + 5 drafters would reach 124 Ktok/s",
+        "colocated 8 drafters with a target each would reach 126 Ktok/s, if a GPU holds 54.7 GiB: "
+        "placement=colocated placement.drafters=8",
+    ]
 
 
 def test_the_plans_in_the_docs_are_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +119,7 @@ def test_the_gpus_of_this_machine(capsys: pytest.CaptureFixture[str], monkeypatc
         said(capsys, "--targets 1 --drafters 1 --rows 1").splitlines()[-1]
         == "memory    fits the GPUs here, which have 40.0 GiB"
     )
-    assert said(capsys, "--gpus 8").splitlines()[-1].startswith("verdict")  # another machine's
+    assert said(capsys, "--gpus 8").splitlines()[-1].startswith("colocated")  # another machine's
 
 
 def test_of_a_hub_only_the_config_is_fetched(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,6 +262,8 @@ def test_a_target_that_cannot_be_decoded_with_compiled_is_refused_at_the_start(
 IMPOSSIBLE: list[tuple[str, str]] = [
     ("drafter.block_size=1", r"drafter\.block_size=1"),
     ("drafter.layers=0", r"drafter\.layers=0"),
+    ("drafter.sliding_window=99999999999999999999", r"drafter\.sliding_window=9+: lies beyond 64 bits"),
+    ("evaluation.budgets=[16,99999999999999999999]", r"evaluation\.budgets=9+: lies beyond 64 bits"),
     ("drafter.anchors=0", r"drafter\.anchors=0"),
     ("drafter.features=4", r"drafter\.features=4: .* at most 3"),
     ("drafter.target_layer_ids=[5]", r"layer 5 is out of range"),

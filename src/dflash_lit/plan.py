@@ -6,7 +6,7 @@ Only the target's config and tokenizer are read here. Every impossible combinati
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,17 @@ def _positive(section: str, values: object, *names: str) -> None:
         value = getattr(values, name)
         if value is not None and value < 1:
             raise UserError(f"{section}.{name}={value}: must be at least 1")
+
+
+def _no_giants(values: object, place: str = "") -> None:
+    """No whole number that tensors cannot hold."""
+    for field in fields(values):  # type: ignore[arg-type]
+        name, value = f"{place}{field.name}", getattr(values, field.name)
+        if is_dataclass(value):
+            _no_giants(value, f"{name}.")
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, int) and not -(2**63) <= one < 2**63:
+                raise UserError(f"{name}={one}: lies beyond 64 bits")
 
 
 def _own(text: Any, name: str) -> int:
@@ -261,6 +272,7 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
     Raises:
         UserError: for the first thing that cannot work, naming its key.
     """
+    _no_giants(cfg)
     layout = _layout(cfg.placement)
     _positive(
         "trainer",

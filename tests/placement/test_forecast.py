@@ -19,6 +19,7 @@ from dflash_lit.errors import UserError
 from dflash_lit.placement.flops import block_pairs, causal_pairs, layer_weights
 from dflash_lit.placement.forecast import (
     MEASURED,
+    Colocated,
     InFlight,
     Rates,
     Verdict,
@@ -235,6 +236,18 @@ def test_the_best_split_is_the_best(layout: Layout, rates: Rates) -> None:
         assert slower == verdict.rate < 0.95 * max(verdict.supply, verdict.demand)
 
 
+@quick
+@given(layouts, rates)
+def test_no_split_is_faster_than_colocated(qwen: Sizes, layout: Layout, rates: Rates) -> None:
+    """And one whose sides are as fast as each other is as fast."""
+    colocated = Colocated.of(layout, rates, qwen, PUBLISHED)
+    assert colocated.drafters == layout.world
+    assert colocated.rate >= Verdict.of(layout, rates).best_rate * (1 - 1e-9)
+    balanced = Rates(rates.target, rates.target * layout.targets / layout.drafters)
+    assert Colocated.of(layout, balanced, qwen, PUBLISHED).rate == pytest.approx(Verdict.of(layout, balanced).rate)
+    assert colocated.memory == run_bytes(qwen.target_parameters, qwen.drafter_parameters, qwen.drafter, PUBLISHED, gpu=True)
+
+
 def deterministic(targets: int, target_s: float, drafter_s: float, prefetch: int, steps: int = 300) -> float:
     """Batches a second of one drafter whose requests are dealt in turn; the first third is left out."""
     free, arrives, now, began = [0.0] * targets, [], 0.0, 0.0
@@ -266,7 +279,7 @@ def test_requests_in_flight_bound_the_rate(targets: int, prefetch: int, target_s
 def test_too_few_in_flight_in_words(qwen: Sizes) -> None:
     layout = Layout(3, 1)
     lines = str(forecast(layout, devices(layout, 4), qwen, PUBLISHED, prefetch=2, rates=Rates(100, 300))).splitlines()
-    assert lines[-2] == (
+    assert lines[-3] == (
         "prefetch  2 requests in flight of each drafter allow 0.225 Ktok/s; placement.prefetch=4 is enough, for uneven steps too"
     )
     assert "prefetch" not in str(forecast(layout, devices(layout, 4), qwen, PUBLISHED, prefetch=4, rates=Rates(100, 300)))
@@ -317,4 +330,5 @@ def test_in_words(qwen: Sizes) -> None:
         re.match(r"wire +40\.0 KiB of features a token over nccl: 3\.05 GB/s, 1\.02 GB/s into a drafter", line)
         for line in lines
     )
-    assert lines[-1].startswith("verdict   drafter-bound: 5 targets supply 214 Ktok/s")
+    assert lines[-2].startswith("verdict   drafter-bound: 5 targets supply 214 Ktok/s")
+    assert lines[-1].startswith("colocated 8 drafters with a target each would reach 126 Ktok/s, if a GPU holds ")

@@ -20,7 +20,18 @@ from dflash_lit.placement.target_worker import SENDS
 if TYPE_CHECKING:
     from dflash_lit.placement.sizes import Sizes
 
-__all__ = ["MEASURED", "Forecast", "Rates", "Verdict", "Wire", "expected_rates", "flop_per_token", "forecast", "rank_bytes"]
+__all__ = [
+    "MEASURED",
+    "Colocated",
+    "Forecast",
+    "Rates",
+    "Verdict",
+    "Wire",
+    "expected_rates",
+    "flop_per_token",
+    "forecast",
+    "rank_bytes",
+]
 
 MEASURED = {Role.TARGET: 172e12 / 0.287, Role.DRAFTER: 288e12 / 0.495}
 """Useful FLOP a second on an H200 with Qwen3-8B's shapes: FLOP over seconds of a step of 12,288 tokens, docs/performance.md."""
@@ -150,6 +161,37 @@ class InFlight:
 
 
 @dataclass(frozen=True)
+class Colocated:
+    """The same GPUs, each with a drafter that has a target of its own in its process.
+
+    No split is faster where one GPU holds both: a token costs a GPU the time of a target and that of a drafter, and whoever
+    splits N + M leaves the sides to wait for one another, but where N / M is just the ratio of those times.
+
+    Attributes:
+        drafters: of all hosts.
+        rate: tokens a second of all of them.
+        memory: bytes of one, by part.
+    """
+
+    drafters: int
+    rate: float
+    memory: dict[str, int]
+
+    @classmethod
+    def of(cls, layout: Layout, rates: Rates, sizes: Sizes, recipe: Recipe) -> Colocated:
+        """On as many GPUs as ``layout`` takes."""
+        memory = run_bytes(sizes.target_parameters, sizes.drafter_parameters, sizes.drafter, recipe, gpu=True)
+        return cls(layout.world, layout.world / (1 / rates.target + 1 / rates.drafter), memory)
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return (
+            f"{_many(self.drafters, 'drafter')} with a target each would reach {_rate(self.rate)}, if a GPU holds "
+            f"{gib(sum(self.memory.values()))}: placement=colocated placement.drafters={self.drafters}"
+        )
+
+
+@dataclass(frozen=True)
 class Forecast:
     """All of it.
 
@@ -170,6 +212,7 @@ class Forecast:
     wire: Wire
     in_flight: InFlight
     verdict: Verdict
+    colocated: Colocated
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers; bytes, FLOP, seconds."""
@@ -196,6 +239,7 @@ class Forecast:
             "wire": asdict(self.wire),
             "in_flight": asdict(self.in_flight),
             "verdict": {**asdict(self.verdict), "text": str(self.verdict)},
+            "colocated": {**asdict(self.colocated), "text": str(self.colocated)},
         }
 
     def __str__(self) -> str:
@@ -223,7 +267,7 @@ class Forecast:
             lines.append(f"          gradients: each drafter sends {_bytes(wire.gradients_per_step)} an optimizer step")
         if self.in_flight.prefetch < self.in_flight.enough:
             lines.append(f"prefetch  {self.in_flight}")
-        return "\n".join([*lines, f"verdict   {self.verdict}"])
+        return "\n".join([*lines, f"verdict   {self.verdict}", f"colocated {self.colocated}"])
 
 
 def flop_per_token(sizes: Sizes, recipe: Recipe) -> dict[Role, float]:
@@ -305,7 +349,8 @@ def forecast(
     )
     in_flight = InFlight.of(layout, rates, verdict.rate, prefetch)
     memory = rank_bytes(sizes, recipe, prefetch)
-    return Forecast(layout, tuple(devices), sizes, recipe, memory, flop, rates, wire, in_flight, verdict)
+    colocated = Colocated.of(layout, rates, sizes, recipe)
+    return Forecast(layout, tuple(devices), sizes, recipe, memory, flop, rates, wire, in_flight, verdict, colocated)
 
 
 def _memory_lines(memory: dict[Role, dict[str, int]]) -> list[str]:
