@@ -6,13 +6,13 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dflash_lit.blocks import Blocks
-from dflash_lit.drafter.config import DrafterConfig
+from dflash_lit.drafter.config import DrafterConfig, feature_layers
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.flops import drafter_flop
 from dflash_lit.target.frozen import TargetEnds
@@ -53,6 +53,24 @@ def qwen3_8b(block: int, *, tiny: bool = False) -> DrafterConfig:
         num_target_layers=6 if tiny else 36,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
     )
+
+
+def dense_27b(block: int, *, tiny: bool = False) -> DrafterConfig:
+    """A dense target of 64 layers and 27 B parameters, of no published model, and the drafter that ``derive_drafter`` makes for it."""
+    if tiny:
+        return qwen3_8b(block, tiny=True)
+    layers = 64
+    return replace(
+        qwen3_8b(block),
+        hidden_size=5120,
+        intermediate_size=22_528,
+        num_target_layers=layers,
+        target_layer_ids=feature_layers(layers, 5),
+    )
+
+
+TARGETS = {"qwen3-8b": qwen3_8b, "dense-27b": dense_27b}
+"""Sizes of targets, to be filled with random weights."""
 
 
 def random_ends(config: DrafterConfig, device: torch.device) -> TargetEnds:

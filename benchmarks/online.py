@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 from common import SHAPES, Stages, matmul_rate, qwen3_8b, timed, token_rows, useful_flop
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from dflash_lit.doctor.memory import Recipe
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.flops import layer_weights, target_flop
+from dflash_lit.placement.sizes import Sizes, measure_sizes
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
 
@@ -40,6 +43,13 @@ def random_info(config: DrafterConfig) -> TargetInfo:
     )
     described._attn_implementation = "sdpa"  # as a loaded model has it; packed rows go through the target's own attention
     return TargetInfo("random", described, None)  # type: ignore[arg-type]
+
+
+def sizes_of(config: DrafterConfig, recipe: Recipe) -> Sizes:
+    """As ``dflash-lit plan`` takes them from a target's folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        random_info(config).config.save_pretrained(folder)
+        return measure_sizes(folder, recipe)
 
 
 def random_target(config: DrafterConfig, device: torch.device) -> FrozenTarget:

@@ -46,9 +46,9 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import SHAPES, qwen3_8b, random_ends
+from common import SHAPES, TARGETS, random_ends
 from lightning.pytorch.callbacks import Callback
-from online import random_info, random_target
+from online import random_info, random_target, sizes_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -74,7 +74,6 @@ from dflash_lit.placement.flow import Flow
 from dflash_lit.placement.forecast import rank_bytes
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.remote_target import RemoteTarget
-from dflash_lit.placement.sizes import measure_sizes
 from dflash_lit.placement.started import how_started
 from dflash_lit.placement.strategy import LocalTarget
 from dflash_lit.placement.target_worker import serve
@@ -182,8 +181,9 @@ def expected_peaks(args: argparse.Namespace, drafter: DrafterConfig) -> dict[Rol
         SHAPES[args.shape].anchors,
         args.rows,
         args.tokens,
+        intermediate_size=drafter.intermediate_size,
     )
-    parts = rank_bytes(measure_sizes(args.target, recipe), recipe, args.prefetch)
+    parts = rank_bytes(sizes_of(drafter, recipe), recipe, args.prefetch)
     return {role: sum(count for name, count in of.items() if name != "libraries") / GIB for role, of in parts.items()}
 
 
@@ -545,7 +545,7 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
     if world.rank:
         return None
     memory: dict[str, Any] = {}
-    if device.type == "cuda" and args.target == "qwen3-8b":
+    if device.type == "cuda" and args.target in TARGETS:
         planned = expected_peaks(args, plan.drafter)
         memory = {"peak_gib": {role: [round(gib[role], 2), round(planned[role], 2)] for role in Role}}
     middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
@@ -645,7 +645,7 @@ def planned(args: argparse.Namespace) -> tuple[TrainConfig, Plan]:
     plan = make_plan(cfg)
     if args.command == "run" and args.target != "embedded":
         shape = SHAPES[args.shape]
-        config = qwen3_8b(shape.block, tiny=args.shape == "tiny")
+        config = TARGETS[args.target](shape.block, tiny=args.shape == "tiny")
         cfg.drafter.anchors = shape.anchors
         info = replace(random_info(config), tokenizer=plan.info.tokenizer)  # part of what a checkpoint is for
         plan = replace(plan, info=info, drafter=config, dtype=torch.bfloat16)
@@ -669,10 +669,10 @@ def parsed() -> argparse.Namespace:
     transport.set_defaults(targets=1, drafters=1, warm_up=1, steps=1)
     for command in (run, scaling):
         command.add_argument(
-            "--target", choices=("embedded", "qwen3-8b"), default="embedded", help="the latter with random weights"
+            "--target", choices=("embedded", *TARGETS), default="embedded", help="all but the first with random weights"
         )
         command.add_argument(
-            "--shape", choices=SHAPES, default="S", help="rows, tokens and anchors for qwen3-8b (default: %(default)s)"
+            "--shape", choices=SHAPES, default="S", help="rows, tokens and anchors for those (default: %(default)s)"
         )
         command.add_argument("--steps", type=int, default=100, help="timed, a measurement (default: %(default)s)")
         command.add_argument("--warm-up", type=int, default=10, help="steps before them (default: %(default)s)")

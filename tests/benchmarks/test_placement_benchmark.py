@@ -21,8 +21,12 @@ TINY = ("--target", "qwen3-8b", "--shape", "tiny", "--steps", "2", "--warm-up", 
 
 
 def bench(command: str, *arguments: str) -> dict[str, Any]:
+    return said("placement.py", command, "--cpu", *arguments)
+
+
+def said(script: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "benchmarks/placement.py", command, "--cpu", *arguments],
+        [sys.executable, f"benchmarks/{script}", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -47,6 +51,15 @@ def test_a_drafter_with_its_own_target_leaves_a_trace(tmp_path: Path) -> None:
     assert (found["targets"], found["drafters"]) == (0, 1)
     (trace,) = tmp_path.iterdir()
     assert sum(end - begin for lane in lanes(trace) for begin, end in lane.computing) > 0
+
+
+def test_both_sides_alone_and_what_they_come_to() -> None:
+    found = said(
+        "sides.py", "--target", "dense-27b", "--shape", "tiny", "--steps", "2", "--warm-up", "1", "--layouts", "2+3", "0+4"
+    )
+    target, drafter = (found[role]["tokens_per_s"] for role in ("target", "drafter"))
+    assert found["reached"]["2+3"] == pytest.approx(min(2 * target, 3 * drafter), rel=1e-3)
+    assert found["reached"]["0+4"] == pytest.approx(4 * target * drafter / (target + drafter), rel=1e-3)
 
 
 def test_what_moves_features_and_does_not_compute() -> None:
