@@ -209,10 +209,10 @@ def duration(text: str) -> timedelta:
     Raises:
         UserError: for anything else, and for none.
     """
-    if match := re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text.strip()):
+    if match := re.fullmatch(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)", text.strip()):
         days, hours, minutes, seconds = map(int, match.groups())
         made = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    elif re.fullmatch(r"\d+(\.\d+)?", text.strip()):
+    elif re.fullmatch(r"\d{1,6}(\.\d+)?", text.strip()):
         made = timedelta(hours=float(text))
     else:
         made = timedelta(0)

@@ -182,6 +182,25 @@ def test_columns_have_names(tmp_path: Path) -> None:
         Columns.named({"messages": ""})
 
 
+def test_a_damaged_parquet_file_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 12}), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"text", b"\x80ext"))
+    with pytest.raises(UserError, match="is no readable Parquet file"):
+        list(read(path))
+    # The rows of all parts, and those of the only one, are written as twice the number.
+    said = []
+    for place in (place for place, byte in enumerate(whole) if byte == 2 * 12):
+        path.write_bytes(whole[:place] + bytes([2 * 5]) + whole[place + 1 :])
+        try:
+            list(read(path))
+        except UserError as error:
+            said.append(str(error).removeprefix(f"{path}: "))
+    damaged = "is a damaged Parquet file: it says that it has {} rows, and that its parts have {}"
+    assert {damaged.format(5, 12), damaged.format(12, 5)} < set(said)
+
+
 def test_paths_that_name_nothing_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()

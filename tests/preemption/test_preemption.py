@@ -181,6 +181,11 @@ def test_a_duration(text: str, seconds: float) -> None:
     [
         ("trainer.max_time='11:30'", "trainer.max_time='11:30': give DD:HH:MM:SS"),
         ("trainer.max_time='0'", "trainer.max_time='0': give DD:HH:MM:SS"),
+        ("trainer.max_time='99999999999999999999'", "trainer.max_time='99999999999999999999': give DD:HH:MM:SS"),
+        (
+            "trainer.max_time='99999999999999999999:00:00:00'",
+            "trainer.max_time='99999999999999999999:00:00:00': give DD:HH:MM:SS",
+        ),
         ("trainer.save_within_s=0", "trainer.save_within_s=0: must be positive"),
         ("trainer.requeue=true", "trainer.requeue=true: this is no SLURM batch job"),
         ("placement.message_limit_gib=0", "placement.message_limit_gib=0: must be at least 0.001"),

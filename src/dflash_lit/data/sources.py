@@ -217,8 +217,13 @@ def _parquet_shards(source: Source) -> Iterator[Shard]:
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-    except (OSError, pyarrow.ArrowException) as error:
+            rows = file.metadata.num_rows
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:  # names of columns are text
         raise UserError(f"{source.path}: is no readable Parquet file ({' '.join(str(error).split())[:200]})") from error
+    if rows != sum(sizes):
+        raise UserError(
+            f"{source.path}: is a damaged Parquet file: it says that it has {rows} rows, and that its parts have {sum(sizes)}"
+        )
     line = 1
     for group, rows in enumerate(sizes):
         yield Shard(source, 0, rows, line, group)
