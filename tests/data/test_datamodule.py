@@ -197,6 +197,12 @@ def test_another_order_is_refused_inside_an_epoch():
     loader_of(11, 2).load_state_dict(loader.state_dict())  # the epoch is over: nothing to make again
 
 
+@pytest.mark.parametrize("damaged", [False, {}, {"epoch": 0, "trainer_epoch": 0, "batches": 0, "order": 3}])
+def test_a_position_that_is_none_is_refused(damaged: Any) -> None:
+    with pytest.raises(UserError, match="combined_loader"):
+        loader_of(10, 2).load_state_dict(damaged)
+
+
 class Recorder(BoringModel):
     """Trains on nothing in particular and writes down the rows it gets, in training and in validation."""
 

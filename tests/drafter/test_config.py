@@ -54,6 +54,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 0}, "drafter.head_dim=0"),
     ({"head_dim": 7}, "drafter.head_dim=7"),
     ({"path_width": -1}, "drafter.path_width=-1"),
+    ({"intermediate_size": True}, "drafter.intermediate_size=True: must be a whole number"),
+    ({"vocab_size": 64.0}, "drafter.vocab_size=64.0: must be a whole number"),
     ({"layer_types": ("full_attention",)}, "1 kinds for 2 layers"),
     ({"layer_types": ("full_attention", "linear_attention")}, "drafter.layer_types: 'linear_attention'"),
     ({"layer_types": ("full_attention", "sliding_attention")}, "drafter.sliding_window=None"),

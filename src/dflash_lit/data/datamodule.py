@@ -201,6 +201,8 @@ class RowLoader(DataLoader[dict[str, Tensor]]):
         Raises:
             UserError: if ``state`` was saved inside an epoch of other rows, another seed or other batches.
         """
+        if not isinstance(state, dict):
+            raise UserError(f"ckpt_path: its entry combined_loader is {str(state)[:60]!r}; use another checkpoint")
         for name in ("epoch", "trainer_epoch", "batches"):
             check_count(state.get(name), f"loops.fit_loop.state_dict.combined_loader: {name}")
         if not isinstance(state.get("order"), dict):

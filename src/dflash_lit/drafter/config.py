@@ -81,6 +81,10 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        for counted in fields(self):
+            value = getattr(self, counted.name)
+            if counted.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise UserError(f"drafter.{counted.name}={value!r}: must be a whole number")
         heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", *heads):
             if getattr(self, name) < 1:
