@@ -162,13 +162,14 @@ class _Announcer(threading.Thread):
     """Says to a drafter that the features of its next request are ready, when the GPU has come so far.
 
     Args:
+        device: the GPU.
         say: sends that.
         failed: told if it cannot be sent.
     """
 
-    def __init__(self, say: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+    def __init__(self, device: torch.device, say: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         super().__init__(name="dflash_lit-ready", daemon=True)
-        self._say, self._failed = say, failed
+        self._device, self._say, self._failed = device, say, failed
         self._made: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
         self.start()
 
@@ -184,6 +185,7 @@ class _Announcer(threading.Thread):
 
     def run(self) -> None:
         try:
+            torch.cuda.set_device(self._device)  # a thread's own; else the first wait makes a context, of 0.5 GiB, on GPU 0
             while (made := self._made.get()) is not None:
                 made.synchronize()
                 self._say()
@@ -289,6 +291,7 @@ class DrafterLink(_Link):
         super().__init__(world, name, _DRAFTER, own, target, device, transport, limit_gib, stores)
         self._features: _Arrivals | None = _Arrivals(self._control)
         self._others: _Arrivals | None = None
+        self._beginning = threading.Lock()  # receives; none is begun once `lost` is set by who holds this
         self._coming: set[Pending] = set()
         self._unanswered: deque[Answer] = deque()
 
@@ -381,10 +384,12 @@ class DrafterLink(_Link):
         A work of NCCL says that it is complete when its partner is gone, too. An event of its stream is there before an abort only if
         everything is.
         """
-        if self.lost:
-            raise TargetLostError(self)  # NCCL would connect anew
         with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
-            for work in [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]:
+            with self._beginning:
+                if self.lost:
+                    raise TargetLostError(self)  # NCCL would connect anew, and wait for that for ever
+                works = [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
+            for work in works:
                 work.wait()  # the stream does
             whole = torch.cuda.Event()
             whole.record()
@@ -450,11 +455,14 @@ class DrafterLink(_Link):
         if broken:
             for pending in list(self._coming):
                 pending.settle()
-        self.lost = True
+        with self._beginning:
+            self.lost = True
         for thread in threads:
             thread.stop()
         if broken and self.transport == "nccl":
             self._data.abort()  # ends the receives, which are kernels and would wait for ever
+            for pending in self._coming:
+                pending.let_go()
         elif not broken:
             for thread in threads:
                 thread.join()
@@ -494,6 +502,11 @@ class Pending:
         """What has not arrived from a lost target will not; what an abort leaves in memory is not it."""
         if self._settled is None:
             self._settled = self.arrived() and self._arrival.exception() is None
+
+    def let_go(self) -> None:
+        """Of memory for what will not arrive. A thread may wait for a target that is stopped as long as that is, and hold the list."""
+        if self._settled is False:
+            self._buffers.clear()
 
     def take(self) -> list[Tensor]:
         """The tensors on the drafter's device, once they are there.
@@ -575,7 +588,7 @@ class TargetLink(_Link):
         own = world.layout.local_rank(world.rank)
         super().__init__(world, name, _TARGET, own, drafter, device, transport, limit_gib)
         self._drafter, self._requests = drafter, requests
-        self._announcer = _Announcer(self._say_ready, requests.put) if transport == "nccl" else None
+        self._announcer = _Announcer(device, self._say_ready, requests.put) if transport == "nccl" else None
         self._receiver = threading.Thread(target=self._receive, name="dflash_lit-requests", daemon=True)
         self._receiver.start()
 
