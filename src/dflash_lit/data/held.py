@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["held", "remove_unheld"]
+__all__ = ["held", "kernel", "remove_unheld"]
 
 
 @contextmanager
@@ -47,8 +48,18 @@ def held(folder: Path) -> Iterator[bool]:
         os.close(handle)
 
 
+def kernel() -> str:
+    """Which one this process runs under, since its last start: all processes under it see each other's locks, on any file system."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
 def remove_unheld(folder: Path) -> bool:
     """Remove a folder unless another process holds it, or the file system has no locks that would tell.
+
+    Some file systems of several hosts keep locks to each host (NFS by ``local_lock``, Lustre by ``localflock``, many of FUSE).
 
     Returns:
         Whether it was removed. Who waits for it sees that, and makes it anew.
