@@ -24,13 +24,14 @@ def held(folder: Path) -> Iterator[bool]:
     Raises:
         OSError: if it cannot be made.
     """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
+    for left in reversed(range(100)):
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(folder, os.O_RDONLY)  # not inherited by other programs
             break
-        except FileNotFoundError:  # whoever held it has just removed it
-            continue
+        except (FileExistsError, FileNotFoundError):  # whoever held it has just removed it, maybe between two looks of mkdir
+            if not left:
+                raise
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
