@@ -17,6 +17,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -289,11 +290,16 @@ class DrafterLink(_Link):
         self._world, self._physical = world, world.layout.physical_rank(world.host, target)
         own = world.layout.local_rank(world.rank)
         super().__init__(world, name, _DRAFTER, own, target, device, transport, limit_gib, stores)
-        self._features: _Arrivals | None = _Arrivals(self._control)
+        self._features: _Arrivals | None = self._arrivals()
         self._others: _Arrivals | None = None
         self._beginning = threading.Lock()  # receives; none is begun once `lost` is set by who holds this
         self._coming: set[Pending] = set()
         self._unanswered: deque[Answer] = deque()
+
+    def _arrivals(self) -> _Arrivals:
+        thread = _Arrivals(self._control)
+        weakref.finalize(self, thread.stop)  # of a run that fails nobody closes the links, and a sweep goes on in this process
+        return thread
 
     def is_given_up(self) -> bool:
         """Whether the run goes on without that target."""
@@ -427,7 +433,7 @@ class DrafterLink(_Link):
         self._unanswered.popleft().value = pickle.loads(signed.numpy().tobytes())
 
     def _receive(self, message: Tensor, tag: int) -> Tensor:
-        self._others = self._others or _Arrivals(self._control)
+        self._others = self._others or self._arrivals()
         try:
             work = self._control.recv([message], _TARGET, tag)
         except RuntimeError as error:
@@ -439,7 +445,7 @@ class DrafterLink(_Link):
         """Nothing more will be asked; returns when the target has heard it, or is lost."""
         try:
             self._request(_GOODBYE, None)
-            self._others = self._others or _Arrivals(self._control)
+            self._others = self._others or self._arrivals()
             self.until(self._others.of([work for work, _ in self._sent]))
         except TargetLostError:
             self.lost = True
