@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from rich.console import Console
 
 from dflash_lit.data.datamodule import EMPTY_ROW, RowDataModule, RowDataset
-from dflash_lit.data.held import held
+from dflash_lit.data.held import held, kernel
 from dflash_lit.data.offline import StoredFeatures, ensure_features, offline_bytes, offline_key, write_features
 from dflash_lit.errors import UserError
 from dflash_lit.placement.strategy import LocalTarget
@@ -118,13 +120,29 @@ def test_nothing_is_left_of_a_run_that_was_broken_off(target: FrozenTarget, tmp_
 
 
 def test_what_killed_runs_have_left_is_removed_before_the_disk_is_asked(target: FrozenTarget, tmp_path: Path) -> None:
-    for left in (".a.partial", ".b.partial"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "features.npy").write_bytes(b"0" * 1000)
-    with held(tmp_path / ".b.partial"):  # by a run that writes
+    """Not what may be written by another host, whose lock need not be seen here."""
+    ours, held_by_us, theirs, old = (tmp_path / f".{name}.partial" for name in "abcd")
+    for left in (ours, held_by_us, theirs, old):
+        left.mkdir()
+        (left / "features.npy").write_bytes(b"0" * 1000)
+        (left / "writer").write_text(kernel() if left in (ours, held_by_us) else "another")
+    for path in (*old.iterdir(), old):
+        os.utime(path, (0, time.time() - 25 * 3600))
+    with held(held_by_us):  # by a run that writes
         folders, _ = ensured(target, tmp_path)
-    assert {*folders, tmp_path / ".b.partial"} == set(tmp_path.iterdir())
-    assert list((tmp_path / ".b.partial").iterdir())
+    assert {*folders, held_by_us, theirs} == set(tmp_path.iterdir())
+    assert len(list(held_by_us.iterdir())) == 2
+
+
+def test_a_killed_writer_is_known_by_what_it_has_left(target: FrozenTarget, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+
+    def killed(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        shutil.copytree(tmp_path / ".key.partial", left)
+        return source(target).with_features(batch)
+
+    write_features(packed_rows(PIECES[:1]), tmp_path / "key", killed, rows_per_batch=8)
+    assert (left / "writer").read_text() == kernel()
 
 
 def test_the_disk_is_asked_for_all_space_at_once(target: FrozenTarget, tmp_path: Path) -> None:

@@ -139,6 +139,21 @@ def test_in_bf16_a_defect_of_decoding_is_no_rounding(monkeypatch: pytest.MonkeyP
     assert measure(target, drafter, prompts, max_new_tokens=48).lossless is False
 
 
+@pytest.mark.parametrize(
+    ("drafted", "verdict"),
+    [([5, 5, 5], "near tie"), ([5, 3], "near tie"), ([5, 5], "different"), ([5, 3, 5], "different")],
+    ids=["full length", "ended", "broken off", "gone on behind its end"],
+)
+def test_behind_a_tie_a_text_ends_as_all_do(drafted: list[int], verdict: str) -> None:
+    target = tiny_target(TargetInfo.load(EMBEDDED), eos=3, vocab_size=16)
+    target.model.lm_head = torch.nn.Linear(16, 16)
+    with torch.no_grad():  # three tokens are the best behind every text
+        target.model.lm_head.weight.zero_()
+        target.model.lm_head.bias.fill_(-1.0)
+        target.model.lm_head.bias[[3, 5, 6]] = 1.0
+    assert _compare(target, [1, 2], drafted, [6, 6, 6]) == verdict
+
+
 @pytest.mark.parametrize(("steps", "verdict"), [(8, "near tie"), (9, "different"), (-1, "near tie")])
 @pytest.mark.parametrize("best", [1.0, 7.9375, 8.0])
 def test_a_tie_is_as_wide_as_some_spacings_of_the_logits(best: float, steps: int, verdict: str) -> None:

@@ -43,3 +43,19 @@ def test_one_batch_more_than_are_asked_for_ahead(ahead: int) -> None:
     for batch in PrefetchingLoader([{} for _ in range(20)], source, ahead):
         del batch
     assert max(source.held) == ahead + 1
+
+
+def test_memory_for_what_a_lost_target_owes_is_free_at_once() -> None:
+    """Although a thread that is to receive it may wait as long as that target is stopped; what has come stays."""
+    made = [torch.zeros(8), torch.zeros(8)]
+    here: Future[Begun] = Future()
+    here.set_result(None)
+    came, owed = (Pending(arrival, [one], torch.device("cpu")) for arrival, one in zip((here, Future()), made, strict=True))
+    of_thread, refs = owed._buffers, [weakref.ref(one) for one in made]
+    made.clear()
+    for pending in (came, owed):
+        pending.settle()
+        pending.let_go()
+    assert refs[1]() is None
+    assert not of_thread
+    assert torch.equal(came.take()[0], torch.zeros(8))

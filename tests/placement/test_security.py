@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -150,9 +151,12 @@ class Trap:
 
 @pytest.fixture
 def ends(request: pytest.FixtureRequest) -> tuple[DrafterLink, ServingChannel]:
+    return connected(**getattr(request, "param", {}))
+
+
+def connected(**settings: Any) -> tuple[DrafterLink, ServingChannel]:
     """A drafter's end and a target's, of a run without anything else; the drafter knows another secret if asked to."""
     raw, layout = dist.HashStore(), Layout(1, 1)
-    settings = getattr(request, "param", {})
 
     def world(rank: int) -> Any:
         return SimpleNamespace(
@@ -188,6 +192,22 @@ def test_requests_and_answers(ends: tuple[DrafterLink, ServingChannel]) -> None:
     assert answer.take() == "yes"
     drafter._request(3, None)
     assert target.next_request() is None  # all have said goodbye
+
+
+def test_a_link_that_nobody_closes_leaves_no_thread() -> None:
+    """As where a job of a sweep has failed."""
+    drafter, target = connected()
+    answer = drafter.call(max, 3)
+    target.next_request()
+    target.send_answer(0, True, "yes")
+    assert answer.take() == "yes"
+    waiting = [thread for thread in (drafter._features, drafter._others) if thread is not None]
+    assert [thread.is_alive() for thread in waiting] == [True, True]
+    del drafter, answer
+    gc.collect()
+    for thread in waiting:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in waiting)
 
 
 @pytest.mark.parametrize("ends", [{"secret": "f" * 32}], indirect=True)

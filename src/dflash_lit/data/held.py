@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["held", "remove_unheld"]
+__all__ = ["held", "kernel", "remove_unheld"]
 
 
 @contextmanager
@@ -23,13 +24,14 @@ def held(folder: Path) -> Iterator[bool]:
     Raises:
         OSError: if it cannot be made.
     """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
+    for left in reversed(range(100)):
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(folder, os.O_RDONLY)  # not inherited by other programs
             break
-        except FileNotFoundError:  # whoever held it has just removed it
-            continue
+        except (FileExistsError, FileNotFoundError):  # whoever held it has just removed it, maybe between two looks of mkdir
+            if not left:
+                raise
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,8 +49,18 @@ def held(folder: Path) -> Iterator[bool]:
         os.close(handle)
 
 
+def kernel() -> str:
+    """Which one this process runs under, since its last start: all processes under it see each other's locks, on any file system."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
 def remove_unheld(folder: Path) -> bool:
     """Remove a folder unless another process holds it, or the file system has no locks that would tell.
+
+    Some file systems of several hosts keep locks to each host (NFS by ``local_lock``, Lustre by ``localflock``, many of FUSE).
 
     Returns:
         Whether it was removed. Who waits for it sees that, and makes it anew.

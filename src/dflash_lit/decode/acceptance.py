@@ -365,8 +365,10 @@ def _compare(target: FrozenTarget, prompt: list[int], drafted: list[int], own: l
     if drafted == own:
         return "identical"
     common = next((i for i, (a, b) in enumerate(zip(drafted, own, strict=False)) if a != b), None)
-    if common is None:
-        return "different"  # one ends where the other goes on
+    eos_ids = target.eos_ids
+    ends = [token in eos_ids for token in drafted]
+    if common is None or any(ends[:-1]) or (len(drafted) < len(own) and not ends[-1]):
+        return "different"  # one ends where the other goes on, or ends or goes on where no text does
     ids = torch.tensor([[*prompt, *drafted]], device=target.device)
     with torch.inference_mode():
         logits = target.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -162,13 +163,14 @@ class _Announcer(threading.Thread):
     """Says to a drafter that the features of its next request are ready, when the GPU has come so far.
 
     Args:
+        device: the GPU.
         say: sends that.
         failed: told if it cannot be sent.
     """
 
-    def __init__(self, say: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+    def __init__(self, device: torch.device, say: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         super().__init__(name="dflash_lit-ready", daemon=True)
-        self._say, self._failed = say, failed
+        self._device, self._say, self._failed = device, say, failed
         self._made: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
         self.start()
 
@@ -184,6 +186,7 @@ class _Announcer(threading.Thread):
 
     def run(self) -> None:
         try:
+            torch.cuda.set_device(self._device)  # a thread's own; else the first wait makes a context, of 0.5 GiB, on GPU 0
             while (made := self._made.get()) is not None:
                 made.synchronize()
                 self._say()
@@ -287,10 +290,16 @@ class DrafterLink(_Link):
         self._world, self._physical = world, world.layout.physical_rank(world.host, target)
         own = world.layout.local_rank(world.rank)
         super().__init__(world, name, _DRAFTER, own, target, device, transport, limit_gib, stores)
-        self._features: _Arrivals | None = _Arrivals(self._control)
+        self._features: _Arrivals | None = self._arrivals()
         self._others: _Arrivals | None = None
+        self._beginning = threading.Lock()  # receives; none is begun once `lost` is set by who holds this
         self._coming: set[Pending] = set()
         self._unanswered: deque[Answer] = deque()
+
+    def _arrivals(self) -> _Arrivals:
+        thread = _Arrivals(self._control)
+        weakref.finalize(self, thread.stop)  # of a run that fails nobody closes the links, and a sweep goes on in this process
+        return thread
 
     def is_given_up(self) -> bool:
         """Whether the run goes on without that target."""
@@ -381,10 +390,12 @@ class DrafterLink(_Link):
         A work of NCCL says that it is complete when its partner is gone, too. An event of its stream is there before an abort only if
         everything is.
         """
-        if self.lost:
-            raise TargetLostError(self)  # NCCL would connect anew
         with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
-            for work in [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]:
+            with self._beginning:
+                if self.lost:
+                    raise TargetLostError(self)  # NCCL would connect anew, and wait for that for ever
+                works = [self._data.recv([as_bytes(buffer)], _TARGET, _DATA) for buffer in buffers]
+            for work in works:
                 work.wait()  # the stream does
             whole = torch.cuda.Event()
             whole.record()
@@ -422,7 +433,7 @@ class DrafterLink(_Link):
         self._unanswered.popleft().value = pickle.loads(signed.numpy().tobytes())
 
     def _receive(self, message: Tensor, tag: int) -> Tensor:
-        self._others = self._others or _Arrivals(self._control)
+        self._others = self._others or self._arrivals()
         try:
             work = self._control.recv([message], _TARGET, tag)
         except RuntimeError as error:
@@ -434,7 +445,7 @@ class DrafterLink(_Link):
         """Nothing more will be asked; returns when the target has heard it, or is lost."""
         try:
             self._request(_GOODBYE, None)
-            self._others = self._others or _Arrivals(self._control)
+            self._others = self._others or self._arrivals()
             self.until(self._others.of([work for work, _ in self._sent]))
         except TargetLostError:
             self.lost = True
@@ -450,11 +461,14 @@ class DrafterLink(_Link):
         if broken:
             for pending in list(self._coming):
                 pending.settle()
-        self.lost = True
+        with self._beginning:
+            self.lost = True
         for thread in threads:
             thread.stop()
         if broken and self.transport == "nccl":
             self._data.abort()  # ends the receives, which are kernels and would wait for ever
+            for pending in self._coming:
+                pending.let_go()
         elif not broken:
             for thread in threads:
                 thread.join()
@@ -494,6 +508,11 @@ class Pending:
         """What has not arrived from a lost target will not; what an abort leaves in memory is not it."""
         if self._settled is None:
             self._settled = self.arrived() and self._arrival.exception() is None
+
+    def let_go(self) -> None:
+        """Of memory for what will not arrive. A thread may wait for a target that is stopped as long as that is, and hold the list."""
+        if self._settled is False:
+            self._buffers.clear()
 
     def take(self) -> list[Tensor]:
         """The tensors on the drafter's device, once they are there.
@@ -575,7 +594,7 @@ class TargetLink(_Link):
         own = world.layout.local_rank(world.rank)
         super().__init__(world, name, _TARGET, own, drafter, device, transport, limit_gib)
         self._drafter, self._requests = drafter, requests
-        self._announcer = _Announcer(self._say_ready, requests.put) if transport == "nccl" else None
+        self._announcer = _Announcer(device, self._say_ready, requests.put) if transport == "nccl" else None
         self._receiver = threading.Thread(target=self._receive, name="dflash_lit-requests", daemon=True)
         self._receiver.start()
 

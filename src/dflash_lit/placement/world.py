@@ -299,6 +299,12 @@ class World:
         if dist.is_initialized():
             # Before those that this process has started are waited for: NCCL ends a group on all of its ranks together.
             dist.destroy_process_group()
+        if self.role is Role.DRAFTER:
+            self.tell(f"out/{self.rank}", True)
+        if self.rank == 0:
+            # That can take a drafter of another host longer than this one, and its watch needs the store until then.
+            out = [f"out/{rank}" for host in range(self.layout.hosts) for rank in self.layout.drafters_of_host(host)]
+            self._wait(lambda: self.store.check(out))
         self.watch.leave()
         if self.children is not None and not self.children.wait(self.timeout_s):
             print("some processes of this run did not end by themselves and are killed", file=sys.stderr)
