@@ -396,12 +396,11 @@ def _buffers(module: DrafterModule) -> list[Tensor]:
 
 
 def _of_all(trainer: L.Trainer, mine: Any) -> list[Any]:
-    """One thing of each drafter. Waits for all; only where all have found the same to be wrong."""
+    """One thing of each drafter, by rank. Waits for all; only where all have found the same to be wrong."""
     if trainer.world_size == 1:
         return [mine]
-    everyone = [None] * trainer.world_size
-    torch.distributed.all_gather_object(everyone, mine)
-    return everyone
+    # By the strategy, which reads nothing that was not signed; torch's own would.
+    return [trainer.strategy.broadcast(mine, src=rank) for rank in range(trainer.world_size)]
 
 
 def _weights_finite(module: DrafterModule) -> bool:

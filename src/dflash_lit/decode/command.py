@@ -27,6 +27,7 @@ from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter
 from dflash_lit.options import budgets, natural, temperature, whole
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
+from dflash_lit.watching.terminal import live_console
 
 __all__ = ["add_options", "run"]
 
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         )
     results: list[Acceptance] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=args.json) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=args.json or live_console() is None) as progress:
         for heat in args.temperature:
             results += sweep(
                 *sides,
