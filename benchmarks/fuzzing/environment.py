@@ -201,8 +201,8 @@ class Fuzzed:
             raise Wrong("no summary, or no checkpoint")
 
 
-_ALSO = ("SLURM", "rank 0", "placement.", "MASTER_ADDR", "secret")
-"""What a launcher's variables are about."""
+_ALSO = ("SLURM", "rank 0", "rank 1 (drafter, host 0) has not been heard of", "placement.", "MASTER_ADDR", "secret")
+"""What a launcher's variables are about; it may have promised a process that nobody starts."""
 
 
 def _as_asked(found: tuple[Ended, dict[str, Any] | None], told: dict[str, str], words: tuple[str, ...]) -> None:
