@@ -266,6 +266,10 @@ DAMAGES: dict[str, tuple[Change, list[str]]] = {
         change_config(layer_types=["sliding_attention"] * 2, sliding_window=8, own__causal=...),
         ["config.json", "dflash_config.causal"],
     ),
+    "sliding and null for causal": (
+        change_config(layer_types=["sliding_attention"] * 2, sliding_window=8, own__causal=None),
+        ["config.json", "dflash_config.causal"],
+    ),
     "biases": (change_config(attention_bias=True), ["config.json", "attention_bias"]),
     "missing tensor": (
         change_weights(lambda w: w.pop("layers.1.self_attn.q_norm.weight")),

@@ -221,7 +221,7 @@ def _as_written(found: Drafter, place: Path) -> None:
     told["target_layer_ids"] = tuple(own["target_layer_ids"])
     told["target_fingerprint"] = own.get("target_fingerprint", "")
     for name, default in {"causal": False}.items():
-        told[name] = own.get(name, default)
+        told[name] = default if own.get(name) is None else own[name]  # null is what others write for "not set"
     if not config.slides:
         told["layer_types"], told["sliding_window"] = (), None
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def groups_explained(words: Sequence[str]) -> Iterator[None]:
-    """Around composing a config: a group that is set to null is named, for which Hydra has a bare ValueError.
+    """Around composing a config: what Hydra and OmegaConf have bare ValueErrors for is named: a group that is set to null, a list's key.
 
     Args:
         words: of the command line.
@@ -93,10 +94,21 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not str(error).startswith("Config group override must be"):
-            raise
-        named = " ".join(word for word in words if word.endswith(("=null", "=None", "="))) or " ".join(words)
-        raise UserError(f"{named}: a config group cannot be null; choose one of its files, or leave it out") from None
+        key = re.fullmatch(r"invalid literal for int\(\) with base 10: '(.*)'", str(error))
+        if str(error).startswith("Config group override must be"):
+            named = " ".join(word for word in words if word.endswith(("=null", "=None", "="))) or " ".join(words)
+            raise UserError(f"{named}: a config group cannot be null; choose one of its files, or leave it out") from None
+        if key and _raised_in(error, "omegaconf"):
+            named = " ".join(word for word in words if word.partition("=")[0].endswith(f".{key[1]}")) or " ".join(words)
+            raise UserError(f"{named}: a list has no entry {key[1]!r}; give the whole list, such as [1,2]") from None
+        raise
+
+
+def _raised_in(error: BaseException, package: str) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == package
 
 
 def _makes_folder(error: OSError) -> bool:

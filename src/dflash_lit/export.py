@@ -184,7 +184,7 @@ def read_config(folder: str | Path) -> DrafterConfig:
     slides = SLIDING in kinds
     if other := {str(kind) for kind in kinds} - {FULL, SLIDING}:
         raise UserError(f"{path}: layer_types has {sorted(other)[0]!r}; only {FULL} and {SLIDING} are supported")
-    if slides and "causal" not in own:
+    if slides and own.get("causal") is None:
         raise UserError(
             f"{path}: has sliding layers, whose blocks servers take for causal unless dflash_config.causal says; add it"
         )

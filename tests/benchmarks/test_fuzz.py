@@ -19,6 +19,7 @@ import fuzz as script
 from fuzzing.case import Case, Wrong, judge
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
 
 from dflash_lit.commands import groups_explained, one_line
 from dflash_lit.data.prompts import file_prompts
@@ -146,6 +147,16 @@ def test_a_group_that_is_null_is_named() -> None:
         raise ValueError("Config group override must be a string or a list. Got NoneType")
     with pytest.raises(ValueError, match="another"), groups_explained([]):
         raise ValueError("another")
+
+
+def test_a_name_inside_a_list_is_named() -> None:
+    with (
+        pytest.raises(UserError, match=r"^a\.b\.more=3: a list has no entry 'more'; give the whole list"),
+        groups_explained(["seed=1", "a.b.more=3"]),
+    ):
+        OmegaConf.update(OmegaConf.create({"a": {"b": [1]}}), "a.b.more", 3)
+    with pytest.raises(ValueError, match="invalid literal"), groups_explained([]):
+        int("more")
 
 
 @pytest.mark.parametrize("stop", [Interrupted(15, None), KeyboardInterrupt()])
