@@ -15,13 +15,16 @@ import time
 from typing import Any
 
 import torch
-from common import SHAPES, Stages, matmul_rate, qwen3_8b, timed, token_rows, useful_flop
+from common import SHAPES, Shape, Stages, matmul_rate, qwen3_8b, timed, token_rows, useful_flop
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from dflash_lit.doctor.finding import GIB
 from dflash_lit.doctor.memory import Recipe
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.flops import layer_weights, target_flop
+from dflash_lit.placement.forecast import rank_bytes
+from dflash_lit.placement.layout import Role
 from dflash_lit.placement.sizes import Sizes, measure_sizes
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
@@ -50,6 +53,26 @@ def sizes_of(config: DrafterConfig, recipe: Recipe) -> Sizes:
     with tempfile.TemporaryDirectory() as folder:
         random_info(config).config.save_pretrained(folder)
         return measure_sizes(folder, recipe)
+
+
+def recipe_of(config: DrafterConfig, shape: Shape) -> Recipe:
+    """The same as ``dflash-lit plan`` is told it."""
+    return Recipe(
+        "",
+        config.num_hidden_layers,
+        len(config.target_layer_ids),
+        shape.block,
+        shape.anchors,
+        shape.rows,
+        shape.tokens,
+        intermediate_size=config.intermediate_size,
+    )
+
+
+def expected_gib(sizes: Sizes, recipe: Recipe, prefetch: int) -> dict[Role, float]:
+    """GiB of tensors that ``dflash-lit plan`` expects of a rank."""
+    parts = rank_bytes(sizes, recipe, prefetch)
+    return {role: sum(count for name, count in of.items() if name != "libraries") / GIB for role, of in parts.items()}
 
 
 def random_target(config: DrafterConfig, device: torch.device) -> FrozenTarget:

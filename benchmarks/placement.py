@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from common import SHAPES, TARGETS, random_ends
 from lightning.pytorch.callbacks import Callback
-from online import random_info, random_target, sizes_of
+from online import expected_gib, random_info, random_target, recipe_of, sizes_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -65,13 +65,11 @@ from dflash_lit.config import (
 from dflash_lit.data.datamodule import RowDataModule
 from dflash_lit.data.packing import PackedRows
 from dflash_lit.doctor.finding import GIB
-from dflash_lit.doctor.memory import Recipe
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.job import Job, load_target, prepare_process, quiet_libraries
 from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.feature_loader import PrefetchingLoader
 from dflash_lit.placement.flow import Flow
-from dflash_lit.placement.forecast import rank_bytes
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.remote_target import RemoteTarget
 from dflash_lit.placement.started import how_started
@@ -169,22 +167,6 @@ def new_peak(*_: Any) -> None:
 def peak(*_: Any) -> int:
     """Bytes that this process has had in tensors of its GPU at once."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-def expected_peaks(args: argparse.Namespace, drafter: DrafterConfig) -> dict[Role, float]:
-    """GiB of tensors that ``dflash-lit plan`` expects of a rank."""
-    recipe = Recipe(
-        "",
-        drafter.num_hidden_layers,
-        len(drafter.target_layer_ids),
-        drafter.block_size,
-        SHAPES[args.shape].anchors,
-        args.rows,
-        args.tokens,
-        intermediate_size=drafter.intermediate_size,
-    )
-    parts = rank_bytes(sizes_of(drafter, recipe), recipe, args.prefetch)
-    return {role: sum(count for name, count in of.items() if name != "libraries") / GIB for role, of in parts.items()}
 
 
 class Losses(Callback):
@@ -503,7 +485,7 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
         remote = kind(world, link, info, layers, device=device, dtype=plan.dtype)
         if isinstance(remote, TargetOfRandomWeights):
             remote.drafter = plan.drafter
-        world.start_drafter_group(device)
+        world.start_drafter_group(device, job.drafter_transport)
         ready: Any = ReadyTarget(shape, plan.dtype, device, lambda: None)
         fits = Fits(args, job)
 
@@ -546,7 +528,8 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
         return None
     memory: dict[str, Any] = {}
     if device.type == "cuda" and args.target in TARGETS:
-        planned = expected_peaks(args, plan.drafter)
+        recipe = recipe_of(plan.drafter, SHAPES[args.shape])
+        planned = expected_gib(sizes_of(plan.drafter, recipe), recipe, args.prefetch)
         memory = {"peak_gib": {role: [round(gib[role], 2), round(planned[role], 2)] for role in Role}}
     middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     return {
@@ -576,7 +559,7 @@ def measure_colocated(args: argparse.Namespace, world: World | None, cfg: TrainC
         own = own_target(args, cfg, plan, job.device)
         target = own if args.target == "embedded" else OwnTargetOfRandomWeights(own, plan.drafter)
         if world is not None:
-            world.start_drafter_group(job.device)
+            world.start_drafter_group(job.device, job.drafter_transport)
         fits, rates = Fits(args, job), []
         for _ in range(args.rounds):
             rates.append(fits.fit(target, target)[0])

@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from common import SHAPES, TARGETS, Shape, random_ends, timed, token_rows
-from online import random_target, sizes_of
+from online import expected_gib, random_target, recipe_of, sizes_of
 from torch import Tensor
 
 from dflash_lit.doctor.finding import GIB
-from dflash_lit.doctor.memory import Recipe
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.module import DrafterModule
-from dflash_lit.placement.forecast import MEASURED, Rates, Verdict, expected_rates, flop_per_token, rank_bytes
+from dflash_lit.placement.forecast import MEASURED, Rates, Verdict, expected_rates, flop_per_token
 from dflash_lit.placement.layout import Layout, Role
 from dflash_lit.placement.target_worker import SENDS
 
@@ -108,7 +107,7 @@ def reached(targets: int, drafters: int, rates: Rates) -> float:
     """Tokens a second of a layout at these rates of a rank."""
     if targets:
         return Verdict.of(Layout(targets, drafters), rates).rate
-    return drafters / (1 / rates.target + 1 / rates.drafter)
+    return drafters * rates.colocated
 
 
 def main() -> None:
@@ -123,21 +122,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = SHAPES[args.shape]
     config = TARGETS[args.target](shape.block, tiny=args.shape == "tiny")
-    recipe = Recipe(
-        "",
-        config.num_hidden_layers,
-        len(config.target_layer_ids),
-        shape.block,
-        shape.anchors,
-        shape.rows,
-        shape.tokens,
-        intermediate_size=config.intermediate_size,
-    )
+    recipe = recipe_of(config, shape)
     sizes = sizes_of(config, recipe)
     flop = flop_per_token(sizes, recipe)
     expected = expected_rates(flop, MEASURED)
-    parts = rank_bytes(sizes, recipe, args.prefetch)
-    planned = {role: sum(count for name, count in of.items() if name != "libraries") / GIB for role, of in parts.items()}
+    planned = expected_gib(sizes, recipe, args.prefetch)
     tokens = shape.rows * shape.tokens
     found = {Role.TARGET: supply(config, shape, device, args.steps, args.warm_up)}
     gc.collect()

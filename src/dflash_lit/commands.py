@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -105,10 +106,8 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
 
 
 def _raised_in(error: BaseException, package: str) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == package
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == package
 
 
 def _makes_folder(error: OSError) -> bool:

@@ -53,6 +53,11 @@ class Rates:
     target: float
     drafter: float
 
+    @property
+    def colocated(self) -> float:
+        """Of one rank that is both, in turn."""
+        return 1 / (1 / self.target + 1 / self.drafter)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -181,7 +186,7 @@ class Colocated:
     def of(cls, layout: Layout, rates: Rates, sizes: Sizes, recipe: Recipe) -> Colocated:
         """On as many GPUs as ``layout`` takes."""
         memory = run_bytes(sizes.target_parameters, sizes.drafter_parameters, sizes.drafter, recipe, gpu=True)
-        return cls(layout.world, layout.world / (1 / rates.target + 1 / rates.drafter), memory)
+        return cls(layout.world, layout.world * rates.colocated, memory)
 
     def __str__(self) -> str:
         """One line for people."""
