@@ -251,10 +251,10 @@ def milliseconds(values: list[float]) -> float:
 
 
 def measure_transport(args: argparse.Namespace, world: World, cfg: TrainConfig, plan: Plan) -> dict[str, Any] | None:
-    device = plan.devices[world.layout.local_rank(world.rank)]
+    job = Job(cfg, plan, world)
+    device, carrier = job.device, job.transport
     prepare_process(cfg, plan, device)
     dtype = DTYPES[args.dtype]
-    carrier = Job(cfg, plan, world).transport
 
     if world.role is Role.TARGET:
         target: Any = ReadyTarget((args.rows, args.tokens, args.width), dtype, device, lambda: None)

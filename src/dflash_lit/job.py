@@ -58,6 +58,7 @@ from dflash_lit.module import DrafterModule
 from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.layout import Transport, table
 from dflash_lit.placement.layout import transport as transport_between
+from dflash_lit.placement.own_gpu import device_seen
 from dflash_lit.placement.remote_target import RemoteTarget
 from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, LocalTarget, SplitStrategy, threads_of_a_rank
 from dflash_lit.placement.target_worker import serve
@@ -162,7 +163,7 @@ class Job:
 
     def __init__(self, cfg: TrainConfig, plan: Plan, world: World | None = None) -> None:
         self.cfg, self.plan, self.world = cfg, plan, world
-        self.device = plan.devices[plan.layout.local_rank(world.rank)] if world else plan.device
+        self.device = device_seen(plan.devices[plan.layout.local_rank(world.rank)]) if world else plan.device
         self.folder = Path(cfg.paths.output_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.console = Console(stderr=True, quiet=not self.leads)
@@ -580,12 +581,11 @@ class Job:
                 logger.log_hyperparams(self.described())
         # By its public way: Lightning would requeue a job by itself, and save inside of a signal handler.
         alone = self.world is None and SLURMEnvironment.detect()
-        drafters = self.plan.devices[: self.plan.layout.drafters]
         return L.Trainer(
             plugins=[VerifiedCheckpointIO(), *([SLURMEnvironment(auto_requeue=False)] if alone else [])],
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             strategy=self.strategy(target),
-            devices=len(set(drafters)) if self.device.type == "cuda" else len(drafters),
+            devices=1 if self.device.type == "cuda" else self.plan.layout.drafters,  # of this process
             num_nodes=self.plan.layout.hosts,
             precision=self.plan.precision,  # type: ignore[arg-type]
             inference_mode=False,  # no_grad instead: one kind of tensors, so one set of graphs

@@ -25,6 +25,7 @@ from dflash_lit.export import drafter_of, read_config
 from dflash_lit.objective.config import Objective
 from dflash_lit.placement.interfaces import check_interface
 from dflash_lit.placement.layout import Layout, device_name, devices
+from dflash_lit.placement.own_gpu import gpus_of_host
 from dflash_lit.requeue import wanted
 from dflash_lit.stopping import duration
 from dflash_lit.target.frozen import TargetInfo
@@ -329,7 +330,7 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         raise UserError(f"seed={cfg.seed}: must lie in 0..{2**32 - 1}")
     objective = Objective(**(asdict(cfg.objective) | {"temperature": _teacher_temperature(cfg)}))
     device = _device(cfg.trainer.accelerator)
-    visible = torch.cuda.device_count() if device.type == "cuda" else None
+    visible = gpus_of_host() if device.type == "cuda" else None
     of_local = devices(layout, visible, share=cfg.placement.share)
     if device.type == "cuda" and cfg.drafter.compile is False:
         raise UserError("drafter.compile=false: on a GPU the drafter's attention exists only compiled; leave it null")

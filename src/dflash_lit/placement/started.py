@@ -15,6 +15,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from dflash_lit.errors import UserError
 from dflash_lit.placement.layout import Layout, Role
+from dflash_lit.placement.own_gpu import variables
 from dflash_lit.placement.secret import VARIABLE as SECRET
 
 __all__ = ["DrafterEnvironment", "Started", "child_environment", "how_started", "rejoin_line"]
@@ -138,6 +139,7 @@ def child_environment(started: Started, local_rank: int, address: str, port: int
     ours = {"LOCAL_RANK": str(local_rank), "NODE_RANK": str(started.host)}
     return {
         **os.environ,
+        **variables(local_rank),
         **ours,
         _LOCAL_RANK: str(local_rank),
         _HOST: str(started.host),
