@@ -27,6 +27,10 @@ _serial = count()
 _OFF = "found no compiled frames"
 _STANCE = "Detected recompile when torch.compile stance is 'fail_on_recompile'"
 
+_OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"deterministic": True}}
+"""Of a backend. Else Inductor chooses the tiles of a sum by timing them, at every start (the ones that it makes at run time are not found in its
+cache), and with them the order in which a rank adds: no two runs, and no two ranks, would be equal to the last bit."""
+
 
 class RecompileError(RuntimeError):
     """A graph that the warm-up did not make was asked for afterwards."""
@@ -91,7 +95,7 @@ def compiled(function: Callable[..., Any], *, backend: str = "inductor") -> Call
     code = function.__code__.replace(co_name=f"{name}_{next(_serial)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
-    graph = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    graph = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, options=_OPTIONS.get(backend))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
