@@ -25,6 +25,7 @@ weights on them), shared where there are too few.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -40,7 +41,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -397,6 +398,20 @@ def same_ends(drafter: DrafterConfig, device: torch.device) -> TargetEnds:
     return random_ends(drafter, device)
 
 
+class Fitted(NamedTuple):
+    """What a fit came to.
+
+    Attributes:
+        rate: tokens/s over all drafters.
+        seconds: of the steps timed.
+        flow: what this rank moved in them.
+    """
+
+    rate: float
+    seconds: float
+    flow: Flow
+
+
 class Fits:
     """Fits of one process's job, each with new weights from one seed, on rows that are the same."""
 
@@ -411,8 +426,8 @@ class Fits:
         rows = random_rows(batches * self.args.rows, tokens, vocab)
         return RowDataModule(rows, random_rows(1, tokens, vocab), self.args.rows, 0)
 
-    def fit(self, target: Any, ends: Any, *callbacks: Callback) -> tuple[float, Clock]:
-        """Tokens/s over all drafters; features come from ``target``, embedding and head from ``ends``."""
+    def fit(self, target: Any, ends: Any, *callbacks: Callback) -> Fitted:
+        """Features come from ``target``, embedding and head from ``ends``."""
         args, job = self.args, self.job
         clock = Clock(job.world, job.device, args.warm_up)
         trainer = job.trainer(target, [clock, *callbacks], [])
@@ -424,7 +439,8 @@ class Fits:
             with job.device:
                 module = job.module(ends)
         trainer.fit(module, datamodule=self.data((args.epoch or self.batches) * args.drafters))
-        return args.steps * self.tokens * args.drafters / clock.seconds, clock
+        # Not the clock: Lightning ties callbacks to the module, whose memory would count in the next fit.
+        return Fitted(args.steps * self.tokens * args.drafters / clock.seconds, clock.seconds, clock.flow)
 
 
 def same_as_own(args: argparse.Namespace, fits: Fits, remote: RemoteTarget) -> dict[str, Any]:
@@ -505,20 +521,23 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
         for turn in range(1, args.rounds + 1):
             supply = supplied()
             say(world, f"round {turn}: supply {supply:,.0f} tokens/s")
-            demand, _ = fits.fit(ready, remote)
+            demand = fits.fit(ready, remote).rate
+            gc.collect()
             say(world, f"round {turn}: demand {demand:,.0f} tokens/s")
             new_peak()
             list(remote.each(new_peak, [None] * args.targets))
-            run, clock = fits.fit(remote, remote)
+            run, took, flow = fits.fit(remote, remote)
             say(world, f"round {turn}: run {run:,.0f} tokens/s")
             rounds.append({"run": run, "supply": supply, "demand": demand, "share": run / min(supply, demand)})
-            rounds[-1] |= {"wait": clock.flow.waited_s / clock.seconds, "queue": clock.flow.queued / clock.flow.batches}
+            rounds[-1] |= {"wait": flow.waited_s / took, "queue": flow.queued / flow.batches}
         # Of the last run; what a fit with features at hand needs is here beside it.
         own = peak() - ready._features.nbytes
         gib = {"drafter": own / GIB, "target": max(remote.each(peak, [None] * args.targets)) / GIB}
         if args.trace:
             first = args.warm_up + 1
-            for _ in remote.each(trace_target, [(args.trace, first, first + 6)] * args.targets):
+            # Targets may be so many passes ahead of the drafters.
+            last = min(first + args.prefetch + 5, fits.batches)
+            for _ in remote.each(trace_target, [(args.trace, first, last)] * args.targets):
                 pass
             fits.fit(remote, remote, TracedSteps(Path(args.trace) / f"drafter-{world.rank}.json.gz", first, first + 4))
             say(world, "traced")
@@ -562,7 +581,7 @@ def measure_colocated(args: argparse.Namespace, world: World | None, cfg: TrainC
             world.start_drafter_group(job.device, job.drafter_transport)
         fits, rates = Fits(args, job), []
         for _ in range(args.rounds):
-            rates.append(fits.fit(target, target)[0])
+            rates.append(fits.fit(target, target).rate)
         if args.trace:
             first, rank = args.warm_up + 1, world.rank if world else 0
             fits.fit(target, target, TracedSteps(Path(args.trace) / f"drafter-{rank}.json.gz", first, first + 4))
@@ -680,6 +699,12 @@ def parsed() -> argparse.Namespace:
             parser.error(
                 "--trace of a split run needs GPUs: torch 2.13 crashes where gloo's threads run under its CPU profiler"
             )
+        if args.targets and args.warm_up <= args.prefetch + 1:
+            parser.error(
+                f"--warm-up {args.warm_up}: more than --prefetch + 1, or the first timed steps take what waited before"
+            )
+        if args.trace and args.steps < 5:
+            parser.error(f"--steps {args.steps}: --trace needs five")
         if args.trace:
             Path(args.trace).mkdir(parents=True, exist_ok=True)
             args.trace = str(Path(args.trace).resolve())

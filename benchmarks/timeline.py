@@ -3,7 +3,8 @@
     python benchmarks/timeline.py FOLDER --out docs/placement_timeline.png
 
 Each line is a stream of a GPU (without a GPU, a thread that ran operators), named by its process: what computes is blue, what
-sends or receives is orange. Prints, for every line, how much of the time it was at work, and for the drafters how much of the
+sends or receives is orange. Shown is the time in which all of them were traced. Prints, for every line, how much of it the process was at work,
+and for the drafters how much of the
 transfers lay beside computing: a line of JSON.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import gzip
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,25 @@ def covered(spans: list[Span], by: list[Span]) -> float:
     """Seconds of ``spans`` during which one of ``by`` lasts; both as of :func:`union`."""
     both = seconds(spans) + seconds(by) - seconds(union([*spans, *by]))
     return max(both, 0.0)
+
+
+def clipped(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
+    """What of them lies between two times."""
+    return [(max(a, begin), min(b, end)) for a, b in spans if a < end and b > begin]
+
+
+def in_common(all_lanes: list[Lane]) -> list[Lane]:
+    """The lanes of the time in which all processes were traced; unchanged if there is none."""
+    times: dict[str, list[float]] = {}
+    for lane in all_lanes:
+        times.setdefault(lane.process, []).extend(time for span in [*lane.computing, *lane.moving] for time in span)
+    begin, end = max(min(of) for of in times.values()), min(max(of) for of in times.values())
+    if begin >= end:
+        return all_lanes
+    return [
+        replace(lane, computing=clipped(lane.computing, begin, end), moving=clipped(lane.moving, begin, end))
+        for lane in all_lanes
+    ]
 
 
 def is_transfer(name: str) -> bool:
@@ -106,7 +126,7 @@ def summary(all_lanes: list[Lane]) -> dict[str, Any]:
 
 
 def draw(all_lanes: list[Lane], out: Path, *, least: float = 0.002) -> None:
-    """A picture; streams that did less than a share ``least`` of the time are left out."""
+    """A picture; streams that move nothing and compute for less than a share ``least`` of the time are left out."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -114,11 +134,12 @@ def draw(all_lanes: list[Lane], out: Path, *, least: float = 0.002) -> None:
 
     every = [span for lane in all_lanes for span in [*lane.computing, *lane.moving]]
     first, last = min(begin for begin, _ in every), max(end for _, end in every)
-    shown = [lane for lane in all_lanes if seconds([*lane.computing, *lane.moving]) >= least * (last - first)]
+    shown = [lane for lane in all_lanes if lane.moving or seconds(lane.computing) >= least * (last - first)]
     figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.5 * len(shown)), layout="constrained")
     for row, lane in enumerate(shown):
-        for spans, colour in ((lane.computing, "tab:blue"), (lane.moving, "tab:orange")):
-            bars = [(1000 * (begin - first), 1000 * (end - begin)) for begin, end in spans]
+        for spans, colour, width in ((lane.computing, "tab:blue", 0.0), (lane.moving, "tab:orange", least * (last - first))):
+            # A transfer may be too short to be seen.
+            bars = [(1000 * (begin - first), 1000 * max(end - begin, width)) for begin, end in spans]
             axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
     axes.set_yticks(range(len(shown)), [f"{lane.process}\n{lane.name}" for lane in shown], fontsize=8)
     axes.invert_yaxis()
@@ -133,10 +154,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the traces")
     parser.add_argument("--out", type=Path, required=True, help="the picture, such as timeline.png")
     args = parser.parse_args()
-    traces = sorted([*args.folder.glob("*.json"), *args.folder.glob("*.json.gz")])
+    traces = sorted([path for kind in ("drafter", "target") for path in args.folder.glob(f"{kind}-*.json*")])
     if not traces:
         parser.error(f"{args.folder}: no trace; `placement.py run --trace {args.folder}` writes them")
-    all_lanes = [lane for path in traces for lane in lanes(path)]
+    all_lanes = in_common([lane for path in traces for lane in lanes(path)])
     draw(all_lanes, args.out)
     print(json.dumps(summary(all_lanes)))
 

@@ -60,6 +60,7 @@ NOT_RUN = {
     r"dflash-lit replay .*bad_steps/.*": "needs a step that went wrong; run by tests/guard",
     r"python benchmarks/kill_resume.py .*": "minutes; run small by tests/benchmarks",
     r"python benchmarks/fuzz.py .*": "minutes; run small by tests/benchmarks",
+    r"python benchmarks/faults.py .*": "minutes; run small by tests/benchmarks",
     r"python benchmarks/soak.py .*": "minutes; run small by tests/placement",
 }
 """Commands of this repository that are only parsed or composed, and why."""

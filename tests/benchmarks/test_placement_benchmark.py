@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from timeline import Lane, covered, draw, lanes, summary, union  # noqa: E402
+from timeline import Lane, covered, draw, in_common, lanes, summary, union  # noqa: E402
 
-TINY = ("--target", "qwen3-8b", "--shape", "tiny", "--steps", "2", "--warm-up", "1", "--rounds", "1")
+TINY = ("--target", "qwen3-8b", "--shape", "tiny", "--steps", "2", "--warm-up", "4", "--rounds", "1")
 
 
 def bench(command: str, *arguments: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def said(script: str, *arguments: str) -> dict[str, Any]:
 def test_a_target_elsewhere_makes_the_same_features_and_losses() -> None:
     found = bench("run", *TINY, "--equal", "2")
     assert found["features_equal"] == "2 of 2 batches"
-    assert found["losses_equal"] == "3 of 3 steps"
+    assert found["losses_equal"] == "6 of 6 steps"
     rates = found["tokens_per_s"]
     assert found["share"] == pytest.approx(rates["run"] / min(rates["supply"], rates["demand"]), rel=0.01)
 
@@ -65,7 +65,7 @@ def test_both_sides_alone_and_what_they_come_to() -> None:
 def test_what_moves_features_and_does_not_compute() -> None:
     found = bench("transport", "--rows", "2", "--tokens", "128", "--width", "96", "--repeats", "2", "--compute", "1")
     assert found["mb"] == pytest.approx(2 * 128 * 96 * 2 / 1e6, abs=0.1)
-    asleep = bench("run", "--sleep-target", "5", "--sleep-drafter", "5", "--steps", "3", "--warm-up", "1", "--rounds", "1")
+    asleep = bench("run", "--sleep-target", "5", "--sleep-drafter", "5", "--steps", "3", "--warm-up", "4", "--rounds", "1")
     assert asleep["work"] == {"sleep_ms": [5.0, 5.0], "jitter": 0.0}
     assert 0 < asleep["share"] < 2
 
@@ -98,6 +98,29 @@ def test_a_trace_becomes_streams_that_compute_or_move(tmp_path: Path) -> None:
     assert facts["moving_beside_computing"] == pytest.approx(0.5, abs=0.01)
     draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 3000
+
+
+def test_drawn_is_the_time_in_which_all_were_traced() -> None:
+    drafter = Lane("drafter-0", "stream 7", computing=[(2.0, 5.0)], moving=[(6.0, 6.5)])
+    target = Lane("target-1", "stream 7", computing=[(0.0, 1.0), (1.5, 3.0), (4.0, 5.5)])
+    first, second = in_common([drafter, target])
+    assert (first.computing, first.moving) == ([(2.0, 5.0)], [])
+    assert second.computing == [(2.0, 3.0), (4.0, 5.5)]
+    apart = [drafter, Lane("target-1", "stream 7", computing=[(0.0, 1.0)])]
+    assert in_common(apart) == apart
+
+
+def test_steps_that_would_take_what_waited_before_are_not_timed() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/placement.py", "run", "--cpu", "--warm-up", "3", "--prefetch", "2"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--warm-up 3" in done.stderr
 
 
 def test_spans_are_joined_and_counted_once() -> None:

@@ -36,12 +36,10 @@ def trained(folder: Path, name: str, *placement: str) -> Path:
 
 
 def check_equal(one: Path, other: Path) -> None:
-    """The tiles of reductions are chosen by timing them, so not to the last bit, and each step makes more of a difference: 0.3 % at
-    the third were seen."""
+    """To the last bit: nothing that is added up depends on what was timed."""
     losses, expected = column(one, "train/loss"), column(other, "train/loss")
     print(losses, expected)
-    assert losses[0] == pytest.approx(expected[0], rel=1e-4)
-    assert losses == pytest.approx(expected, rel=1e-2)
+    assert losses == expected
     assert column(one, "acceptance/tau_greedy") == pytest.approx(column(other, "acceptance/tau_greedy"), abs=0.2)
     assert not any(column(one, "compile/recompiles"))
 
