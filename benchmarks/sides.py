@@ -149,7 +149,7 @@ def main() -> None:
             "tokens_per_s": round(rate),
             "expected": round(plan),
             "ms": round(1000 * seconds, 1),
-            "tflops": round(rate * flop[role] / 1e12, 1),
+            "tflops": round(rate * flop[role].total / 1e12, 1),
             "gib": round(gib, 2),
             "expected_gib": round(planned[role], 2),
         }

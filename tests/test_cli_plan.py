@@ -13,6 +13,7 @@ import torch
 
 from dflash_lit.cli import main
 from dflash_lit.doctor.finding import GIB
+from dflash_lit.placement.forecast import ATTENTION
 
 
 def said(capsys: pytest.CaptureFixture[str], options: str) -> str:
@@ -34,9 +35,9 @@ def test_the_published_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "")
     assert "7     0     7      target   -             cuda:7" in out
     assert out.splitlines()[-2:] == [
-        "verdict   drafter-bound: 5 targets supply 214 Ktok/s, 3 drafters take 74.5 Ktok/s; "
-        "3 targets + 5 drafters would reach 124 Ktok/s",
-        "colocated 8 drafters with a target each would reach 126 Ktok/s, if a GPU holds 54.7 GiB: "
+        "verdict   drafter-bound: 5 targets supply 212 Ktok/s, 3 drafters take 72.4 Ktok/s; "
+        "3 targets + 5 drafters would reach 121 Ktok/s",
+        "colocated 8 drafters with a target each would reach 123 Ktok/s, if a GPU holds 54.7 GiB: "
         "placement=colocated placement.drafters=8",
     ]
 
@@ -82,13 +83,16 @@ def test_every_size_counts(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--anchors 64", "--block-size 16", "--layers 3", "--features 2"):
         changed = answer(capsys, f"{base} {option}")
         assert changed["flop_per_token"]["drafter"] != plain["flop_per_token"]["drafter"], option
-    assert answer(capsys, f"{base} --row-tokens 512")["flop_per_token"]["target"] > plain["flop_per_token"]["target"]
+    longer, short = (facts["flop_per_token"]["target"] for facts in (answer(capsys, f"{base} --row-tokens 512"), plain))
+    assert longer["products"] == short["products"]
+    assert longer["total"] - longer["products"] == longer["attention"] > short["attention"]
     deeper = answer(capsys, f"{base} --prefetch 5")["memory"]["drafter"]["feature queue"]
     assert deeper == 2 * plain["memory"]["drafter"]["feature queue"]  # 6 batches and 3
     assert answer(capsys, f"{base} --prefetch 5")["in_flight"]["most"] == 2 * plain["in_flight"]["most"]
     for role in ("target", "drafter"):
         slow = answer(capsys, f"{base} --tflops-{role} 1")
-        assert slow["tokens_per_s_of_a_rank"][role] == pytest.approx(1e12 / plain["flop_per_token"][role])
+        flop = plain["flop_per_token"][role]
+        assert slow["tokens_per_s_of_a_rank"][role] == pytest.approx(1e12 / (flop["products"] + flop["attention"] / ATTENTION))
 
 
 def test_requests_in_flight_and_shared_gpus_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:

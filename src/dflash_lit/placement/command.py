@@ -12,7 +12,7 @@ import torch
 from dflash_lit.doctor.finding import gib
 from dflash_lit.doctor.memory import PUBLISHED, SMALL
 from dflash_lit.errors import UserError
-from dflash_lit.placement.forecast import MEASURED, Forecast, Rates, expected_rates, flop_per_token, forecast
+from dflash_lit.placement.forecast import ATTENTION, MEASURED, Forecast, Rates, expected_rates, flop_per_token, forecast
 from dflash_lit.placement.known import KNOWN, QWEN3_8B
 from dflash_lit.placement.layout import Layout, Role, devices
 from dflash_lit.placement.sizes import measure_sizes
@@ -63,7 +63,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             f"--tflops-{role}",
             type=float,
             default=MEASURED[role] / 1e12,
-            help=f"useful TFLOP/s of a {role} GPU (default: {MEASURED[role] / 1e12:.0f}, measured on an H200 with Qwen3-8B's sizes)",
+            help=f"useful TFLOP/s of a {role} GPU in products with weights; attention reaches {100 * ATTENTION:.0f} %% of that (default: "
+            f"{MEASURED[role] / 1e12:.0f}, measured on an H200 with Qwen3-8B's sizes)",
         )
         speed.add_argument(f"--{role}-rate", type=float, help=f"tokens/s of a {role} GPU, if you have measured them")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -5,12 +5,23 @@ Pairs are (query, key) pairs that attention has to look at; a multiplication and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dflash_lit.drafter.config import DrafterConfig
 
-__all__ = ["block_pairs", "causal_pairs", "drafter_flop", "layer_weights", "target_flop"]
+__all__ = ["Flop", "block_pairs", "causal_pairs", "drafter_flop", "layer_weights", "target_flop"]
+
+
+class Flop(NamedTuple):
+    """Of a token, say: in products with weights, and in attention, which does fewer a second."""
+
+    products: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention
 
 
 def layer_weights(config: DrafterConfig) -> int:

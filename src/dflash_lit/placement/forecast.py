@@ -1,7 +1,7 @@
 """What a layout will need and reach: memory a GPU, bytes on the wire, and which side the other one waits for.
 
-Rates are tokens of packed rows a second. They leave out what both sides do besides: optimizer and clipping (2 % of a step of
-the published sizes), the exchange of gradients, and waiting for one another.
+Rates are tokens of packed rows a second. They leave out what both sides do besides: the exchange of gradients, and waiting for one
+another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_lit.doctor.finding import GIB, gib
 from dflash_lit.doctor.memory import Recipe, run_bytes
-from dflash_lit.placement.flops import block_pairs, causal_pairs, drafter_flop, target_flop
+from dflash_lit.placement.flops import Flop, block_pairs, causal_pairs, drafter_flop, target_flop
 from dflash_lit.placement.layout import Device, Layout, Role, device_name, table, transport
 from dflash_lit.placement.target_worker import SENDS
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dflash_lit.placement.sizes import Sizes
 
 __all__ = [
+    "ATTENTION",
     "MEASURED",
     "Colocated",
     "Forecast",
@@ -33,8 +34,12 @@ __all__ = [
     "rank_bytes",
 ]
 
-MEASURED = {Role.TARGET: 172e12 / 0.287, Role.DRAFTER: 288e12 / 0.495}
-"""Useful FLOP a second on an H200 with Qwen3-8B's shapes: FLOP over seconds of a step of 12,288 tokens, docs/performance.md."""
+MEASURED = {Role.TARGET: 610e12, Role.DRAFTER: 580e12}
+"""Useful FLOP a second in products with weights, on an H200 with Qwen3-8B's sizes."""
+
+ATTENTION = 0.66
+"""What attention reaches of that. With these three both sides' rates at rows of 3,072 and of 40,064 tokens (docs/performance.md, each
+measured alone, with optimizer and clipping) are met within 2.5 %."""
 
 _BALANCED = 0.05
 """Sides closer than this share are called balanced: the rates are not known better."""
@@ -212,7 +217,7 @@ class Forecast:
     sizes: Sizes
     recipe: Recipe
     memory: dict[Role, dict[str, int]]
-    flop_per_token: dict[Role, float]
+    flop_per_token: dict[Role, Flop]
     rates: Rates
     wire: Wire
     in_flight: InFlight
@@ -239,7 +244,9 @@ class Forecast:
             ],
             "rows_per_step": layout.global_rows(self.recipe.rows),
             "memory": {str(role): {**parts, "total": sum(parts.values())} for role, parts in self.memory.items()},
-            "flop_per_token": {str(role): flop for role, flop in self.flop_per_token.items()},
+            "flop_per_token": {
+                str(role): {**flop._asdict(), "total": flop.total} for role, flop in self.flop_per_token.items()
+            },
             "tokens_per_s_of_a_rank": asdict(self.rates),
             "wire": asdict(self.wire),
             "in_flight": asdict(self.in_flight),
@@ -262,8 +269,8 @@ class Forecast:
             "",
             *_memory_lines(self.memory),
             "",
-            f"rates     a target {_speed(self.rates.target, self.flop_per_token[Role.TARGET])}, "
-            f"a drafter {_speed(self.rates.drafter, self.flop_per_token[Role.DRAFTER])}",
+            f"rates     a target {_speed(self.rates.target, self.flop_per_token[Role.TARGET].total)}, "
+            f"a drafter {_speed(self.rates.drafter, self.flop_per_token[Role.DRAFTER].total)}",
             f"wire      {wire.bytes_per_token / 1024:.1f} KiB of features a token over {wire.transport}: {_bytes(wire.features)}/s, "
             f"{_bytes(wire.into_drafter)}/s into a drafter, {_bytes(wire.out_of_target)}/s out of a target; "
             f"requests {_bytes(wire.requests)}/s",
@@ -275,23 +282,28 @@ class Forecast:
         return "\n".join([*lines, f"verdict   {self.verdict}", f"colocated {self.colocated}"])
 
 
-def flop_per_token(sizes: Sizes, recipe: Recipe) -> dict[Role, float]:
+def flop_per_token(sizes: Sizes, recipe: Recipe) -> dict[Role, Flop]:
     """Useful FLOP a token of packed rows; a row is taken for one document that may have an anchor anywhere."""
     rows, tokens = recipe.rows, recipe.row_tokens
-    target = target_flop(
-        sizes.used_weights,
-        tokens=rows * tokens,
-        pairs=rows * sum(causal_pairs(tokens, window) for window in sizes.windows),
-        width=sizes.target_width,
+    seen = rows * sum(causal_pairs(tokens, window) for window in sizes.windows)
+    target = Flop(
+        target_flop(sizes.used_weights, tokens=rows * tokens, pairs=0, width=0),
+        target_flop(0, tokens=0, pairs=seen, width=sizes.target_width),
     )
     pairs = rows * block_pairs(recipe.anchors, sizes.drafter.block_size, tokens)
-    drafter = drafter_flop(sizes.drafter, rows=rows, tokens=tokens, anchors=recipe.anchors, pairs=pairs)
-    return {Role.TARGET: target / (rows * tokens), Role.DRAFTER: sum(drafter.values()) / (rows * tokens)}
+    parts = drafter_flop(sizes.drafter, rows=rows, tokens=tokens, anchors=recipe.anchors, pairs=pairs)
+    attention = parts.pop("attention")
+    drafter = Flop(sum(parts.values()), attention)
+    return {role: Flop(*(x / (rows * tokens) for x in flop)) for role, flop in ((Role.TARGET, target), (Role.DRAFTER, drafter))}
 
 
-def expected_rates(flop: dict[Role, float], flop_per_s: dict[Role, float]) -> Rates:
-    """Rates of ranks that do so many useful FLOP a second."""
-    return Rates(*(flop_per_s[role] / flop[role] for role in (Role.TARGET, Role.DRAFTER)))
+def expected_rates(flop: dict[Role, Flop], flop_per_s: dict[Role, float]) -> Rates:
+    """Rates of ranks that do so many useful FLOP a second in products, and :data:`ATTENTION` of that in attention."""
+
+    def rate(role: Role) -> float:
+        return flop_per_s[role] / (flop[role].products + flop[role].attention / ATTENTION)
+
+    return Rates(rate(Role.TARGET), rate(Role.DRAFTER))
 
 
 def rank_bytes(sizes: Sizes, recipe: Recipe, prefetch: int) -> dict[Role, dict[str, int]]:
