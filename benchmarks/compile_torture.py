@@ -194,8 +194,7 @@ def main() -> int:
         "wall_s": round(time.monotonic() - began, 1),
     }
     print(json.dumps(line))
-    # What was not tested must not pass: no deletion, or losses that a compile changed. On a GPU the reductions' tiles are
-    # chosen by timing them, so that two compilations of one graph add in different orders.
+    # What was not tested must not pass: no deletion, or losses that a compile changed.
     fine = not failures and not line["recompiles"] and line["loss_spread"] is not None and line["loss_spread"] < 1e-3
     return 0 if fine and (args.delete != "during" or deletions) else 1
 

@@ -51,6 +51,15 @@ def left(run: Run) -> list[int]:
     return found
 
 
+def layout(text: str) -> Placement:
+    placement, *others = Placement.parse(text)
+    if others or placement.targets + placement.drafters < 2:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write target ranks + drafter ranks, two or more, as 1+1: the others are to notice"
+        )
+    return placement
+
+
 def until(condition: Any, limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -76,7 +85,7 @@ def fault(
     run = Run(
         folder,
         *placement.overrides,
-        *([f"placement.timeout_s={timeout_s:g}"] if placement.targets + placement.drafters > 1 else []),
+        f"placement.timeout_s={timeout_s:g}",
         *settings(folder, 100_000),
         "trainer.val_every=100000",
         "trainer.log_every_n_steps=1",
@@ -115,8 +124,8 @@ def main() -> int:
     parser.add_argument(
         "--placement",
         nargs="+",
-        type=Placement.parse,
-        default=[[Placement(1, 1)]],
+        type=layout,
+        default=[Placement(1, 1)],
         metavar="N+M",
         help="targets + drafters (default: 1+1)",
     )
@@ -126,7 +135,7 @@ def main() -> int:
     args = parser.parse_args()
     overrides = ["trainer.threads=null", "placement.share=true"] if torch.cuda.is_available() else []
     good = True
-    for placement, *_ in args.placement:
+    for placement in args.placement:
         for rank in ranks_to_hit(placement):
             for how in args.signals:
                 with tempfile.TemporaryDirectory(prefix="faults_") as folder:

@@ -11,8 +11,8 @@ weights and optimizer after every step, validations, ``metrics.csv``, the steps 
 summary. Prints a line of JSON a placement and one in all; exit code 1 if anything differs or is lost. What is lost in W&B is only
 counted with ``--outside``.
 
-On a GPU a step's sums are not of one order: ``--rtol`` bounds floats relative to the reference's (default 0 on a CPU, 0.02 on a GPU: that
-of the losses of two equal runs with fused attention over some dozen steps). What is no float must be equal there, too.
+``--rtol`` bounds floats relative to the reference's: 0 on a CPU, by default 0.02 on a GPU, which is that of the losses of two runs whose sums are
+of another order over some dozen steps. What is no float must be equal there, too.
 
 Each start is forked from this process, which has imported everything, as torchrun would start it; ``--fresh`` starts new interpreters.
 """

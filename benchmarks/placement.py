@@ -535,11 +535,13 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
         gib = {"drafter": own / GIB, "target": max(remote.each(peak, [None] * args.targets)) / GIB}
         if args.trace:
             first = args.warm_up + 1
-            # Targets may be so many passes ahead of the drafters.
-            last = min(first + args.prefetch + 5, fits.batches)
+            # A target's own passes, of which it may be so many ahead.
+            first = first * args.drafters // args.targets
+            last = min(first + args.prefetch + 5, fits.batches * args.drafters // args.targets)
             for _ in remote.each(trace_target, [(args.trace, first, last)] * args.targets):
                 pass
-            fits.fit(remote, remote, TracedSteps(Path(args.trace) / f"drafter-{world.rank}.json.gz", first, first + 4))
+            begin = args.warm_up + 1
+            fits.fit(remote, remote, TracedSteps(Path(args.trace) / f"drafter-{world.rank}.json.gz", begin, begin + 4))
             say(world, "traced")
         same = same_as_own(args, fits, remote) if args.equal else {}
         remote.goodbye()
@@ -703,8 +705,8 @@ def parsed() -> argparse.Namespace:
             parser.error(
                 f"--warm-up {args.warm_up}: more than --prefetch + 1, or the first timed steps take what waited before"
             )
-        if args.trace and args.steps < 5:
-            parser.error(f"--steps {args.steps}: --trace needs five")
+        if args.trace and args.steps * args.drafters < 5 * max(args.targets, args.drafters):
+            parser.error(f"--steps {args.steps}: --trace needs five of every process")
         if args.trace:
             Path(args.trace).mkdir(parents=True, exist_ok=True)
             args.trace = str(Path(args.trace).resolve())

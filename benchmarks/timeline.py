@@ -3,9 +3,8 @@
     python benchmarks/timeline.py FOLDER --out docs/placement_timeline.png
 
 Each line is a stream of a GPU (without a GPU, a thread that ran operators), named by its process: what computes is blue, what
-sends or receives is orange. Shown is the time in which all of them were traced. Prints, for every line, how much of it the process was at work,
-and for the drafters how much of the
-transfers lay beside computing: a line of JSON.
+sends or receives is orange. Shown is the time in which all of them were traced. Prints how much of it each process computed
+and moved, and how much of the latter lay beside computing: a line of JSON.
 """
 
 from __future__ import annotations
@@ -62,18 +61,19 @@ def clipped(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
     return [(max(a, begin), min(b, end)) for a, b in spans if a < end and b > begin]
 
 
-def in_common(all_lanes: list[Lane]) -> list[Lane]:
-    """The lanes of the time in which all processes were traced; unchanged if there is none."""
+def in_common(all_lanes: list[Lane]) -> tuple[list[Lane], Span]:
+    """What the lanes hold of the time in which all processes were traced, and that time; everything if there is none."""
     times: dict[str, list[float]] = {}
     for lane in all_lanes:
         times.setdefault(lane.process, []).extend(time for span in [*lane.computing, *lane.moving] for time in span)
-    begin, end = max(min(of) for of in times.values()), min(max(of) for of in times.values())
+    begins, ends = [min(of) for of in times.values()], [max(of) for of in times.values()]
+    begin, end = max(begins), min(ends)
     if begin >= end:
-        return all_lanes
+        return all_lanes, (min(begins), max(ends))
     return [
         replace(lane, computing=clipped(lane.computing, begin, end), moving=clipped(lane.moving, begin, end))
         for lane in all_lanes
-    ]
+    ], (begin, end)
 
 
 def is_transfer(name: str) -> bool:
@@ -107,44 +107,43 @@ def lanes(path: Path) -> list[Lane]:
     return sorted(found.values(), key=lambda lane: -seconds([*lane.computing, *lane.moving]))
 
 
-def summary(all_lanes: list[Lane]) -> dict[str, Any]:
-    """Of every process: the share of the traced time that it computed, and of its transfers the share beside computing."""
+def summary(all_lanes: list[Lane], time: Span) -> dict[str, Any]:
+    """Of every process: the share of ``time`` that it computed, and of its transfers the share beside computing."""
+    length = time[1] - time[0]
     found: dict[str, Any] = {}
     for process in dict.fromkeys(lane.process for lane in all_lanes):
         own = [lane for lane in all_lanes if lane.process == process]
         computing = union(span for lane in own for span in lane.computing)
         moving = union(span for lane in own for span in lane.moving)
-        ends = [time for span in [*computing, *moving] for time in span]
-        length = max(ends) - min(ends)
         found[process] = {
             "seconds": round(length, 4),
             "computing": round(seconds(computing) / length, 3),
-            "moving": round(seconds(moving) / length, 3),
+            "moving": round(seconds(moving) / length, 4),
             "moving_beside_computing": round(covered(moving, computing) / seconds(moving), 3) if moving else None,
         }
     return found
 
 
-def draw(all_lanes: list[Lane], out: Path, *, least: float = 0.002) -> None:
+def draw(all_lanes: list[Lane], time: Span, out: Path, *, least: float = 0.002) -> None:
     """A picture; streams that move nothing and compute for less than a share ``least`` of the time are left out."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    every = [span for lane in all_lanes for span in [*lane.computing, *lane.moving]]
-    first, last = min(begin for begin, _ in every), max(end for _, end in every)
+    first, last = time
     shown = [lane for lane in all_lanes if lane.moving or seconds(lane.computing) >= least * (last - first)]
     figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.5 * len(shown)), layout="constrained")
     for row, lane in enumerate(shown):
         for spans, colour, width in ((lane.computing, "tab:blue", 0.0), (lane.moving, "tab:orange", least * (last - first))):
-            # A transfer may be too short to be seen.
             bars = [(1000 * (begin - first), 1000 * max(end - begin, width)) for begin, end in spans]
             axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
     axes.set_yticks(range(len(shown)), [f"{lane.process}\n{lane.name}" for lane in shown], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title("computing (blue), sending and receiving (orange)", fontsize=9)
+    axes.set_title(
+        f"computing (blue), sending and receiving (orange, at least {1000 * least * (last - first):.1f} ms wide)", fontsize=9
+    )
     figure.savefig(out, dpi=130)
     pyplot.close(figure)
 
@@ -157,9 +156,9 @@ def main() -> None:
     traces = sorted([path for kind in ("drafter", "target") for path in args.folder.glob(f"{kind}-*.json*")])
     if not traces:
         parser.error(f"{args.folder}: no trace; `placement.py run --trace {args.folder}` writes them")
-    all_lanes = in_common([lane for path in traces for lane in lanes(path)])
-    draw(all_lanes, args.out)
-    print(json.dumps(summary(all_lanes)))
+    all_lanes, time = in_common([lane for path in traces for lane in lanes(path)])
+    draw(all_lanes, time, args.out)
+    print(json.dumps(summary(all_lanes, time)))
 
 
 if __name__ == "__main__":

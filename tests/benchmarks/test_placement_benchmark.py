@@ -92,22 +92,31 @@ def test_a_trace_becomes_streams_that_compute_or_move(tmp_path: Path) -> None:
     assert [(lane.process, lane.name) for lane in found] == [("drafter-0", "stream 7"), ("drafter-0", "stream 20")]
     assert found[0].computing == [pytest.approx((3.0, 3.00015))]
     assert found[1].moving == [pytest.approx((3.00012, 3.00018))]
-    facts = summary(found)["drafter-0"]
+    (_, time) = in_common(found)
+    facts = summary(found, time)["drafter-0"]
     assert facts["seconds"] == pytest.approx(0.0002, abs=1e-4)
     assert facts["computing"] == pytest.approx(150 / 180, abs=0.01)
     assert facts["moving_beside_computing"] == pytest.approx(0.5, abs=0.01)
-    draw(found, tmp_path / "picture.png")
+    draw(found, time, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 3000
 
 
 def test_drawn_is_the_time_in_which_all_were_traced() -> None:
     drafter = Lane("drafter-0", "stream 7", computing=[(2.0, 5.0)], moving=[(6.0, 6.5)])
     target = Lane("target-1", "stream 7", computing=[(0.0, 1.0), (1.5, 3.0), (4.0, 5.5)])
-    first, second = in_common([drafter, target])
+    (first, second), time = in_common([drafter, target])
     assert (first.computing, first.moving) == ([(2.0, 5.0)], [])
     assert second.computing == [(2.0, 3.0), (4.0, 5.5)]
+    assert summary([first, second], time)["target-1"]["computing"] == pytest.approx(2.5 / 3.5, abs=1e-3)
     apart = [drafter, Lane("target-1", "stream 7", computing=[(0.0, 1.0)])]
-    assert in_common(apart) == apart
+    assert in_common(apart) == (apart, (0.0, 6.5))
+
+
+def test_of_a_process_that_did_nothing_then_it_says_so() -> None:
+    idle = Lane("drafter-0", "stream 7", computing=[(0.0, 1.0), (9.0, 10.0)])
+    found, time = in_common([idle, Lane("target-1", "stream 7", computing=[(2.0, 3.0), (4.0, 5.0)])])
+    assert time == (2.0, 5.0)
+    assert summary(found, time)["drafter-0"]["computing"] == 0
 
 
 def test_steps_that_would_take_what_waited_before_are_not_timed() -> None:
@@ -126,4 +135,4 @@ def test_steps_that_would_take_what_waited_before_are_not_timed() -> None:
 def test_spans_are_joined_and_counted_once() -> None:
     assert union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
     assert covered([(0.0, 2.0), (5.0, 6.0)], [(1.0, 3.0)]) == pytest.approx(1.0)
-    assert summary([Lane("idle", "stream 0", computing=[(0.0, 1.0)])])["idle"]["moving_beside_computing"] is None
+    assert summary([Lane("idle", "stream 0", computing=[(0.0, 1.0)])], (0.0, 1.0))["idle"]["moving_beside_computing"] is None

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+# Private, to look into a compile; the option itself is one of torch.compile.
+from torch._inductor.graph import GraphLowering
+
 from dflash_lit.attention.block_mask import block_mask
+from dflash_lit.attention.compiled import compiled
 from dflash_lit.attention.dense import dense_block_mask, full_attention
 from dflash_lit.attention.flex import flex_attend, kernel_options
 from dflash_lit.attention.mask import BlockLayout
@@ -177,3 +181,24 @@ def test_kernel_options_are_constants_of_the_one_graph(monkeypatch: pytest.Monke
 
 def test_kernel_options_are_torchs_own_where_none_were_measured() -> None:
     assert kernel_options(torch.bfloat16, 128, torch.device("cpu")) == {"BACKEND": "TRITON"}
+
+
+def _cubes(x: Tensor) -> Tensor:
+    return (x**3).sum(dim=-1)
+
+
+def test_tiles_of_sums_are_decided_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both directions. On a CPU nothing is timed; tests/gpu/test_equal_gpu.py compares what is computed."""
+    seen = []
+    run = GraphLowering.run
+
+    def noted(self: GraphLowering, *args: Any) -> Any:
+        seen.append(torch._inductor.config.deterministic)
+        return run(self, *args)
+
+    monkeypatch.setattr(GraphLowering, "run", noted)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled(_cubes)(random(5, 7).requires_grad_()).sum().backward()
+    assert len(seen) >= 2
+    assert all(seen)
+    assert not torch._inductor.config.deterministic  # of others

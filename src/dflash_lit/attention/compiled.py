@@ -29,7 +29,7 @@ _STANCE = "Detected recompile when torch.compile stance is 'fail_on_recompile'"
 
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"deterministic": True}}
 """Of a backend. Else Inductor chooses the tiles of a sum by timing them, at every start (the ones that it makes at run time are not found in its
-cache), and with them the order in which a rank adds: no two runs, and no two ranks, would be equal to the last bit."""
+cache), and with them the order in which a rank adds: two runs, or two ranks, need not be equal to the last bit."""
 
 
 class RecompileError(RuntimeError):

@@ -96,7 +96,7 @@ def die_with_parent() -> int:
     if not told.isdecimal():
         raise UserError(
             f"{_PARENT}={told!r} in the environment, beside DFLASH_LIT_LOCAL_RANK: a run sets them for the processes that it starts; unset "
-            "both to start another run"
+            "both to start another run, and CUDA_VISIBLE_DEVICES, which it sets, too"
         )
     parent = int(told)
     _at_parents_end(signal.SIGKILL)
@@ -104,7 +104,7 @@ def die_with_parent() -> int:
         # Usually gone already, and nobody reads this.
         print(
             f"error: {_PARENT}={told}: this process was not started by that one, or it is gone; unset it and DFLASH_LIT_LOCAL_RANK to start "
-            "another run",
+            "another run, and CUDA_VISIBLE_DEVICES, which a run sets, too",
             file=sys.stderr,
             flush=True,
         )

@@ -1,7 +1,8 @@
 """A process that this package starts sees its own GPU alone, as ``cuda:0``.
 
 So the graphs of all ranks are of one device and the keys of the compile cache equal: the rank that compiles first compiles for all.
-And none leaves a context on another's GPU by accident. NCCL reaches GPUs that a process does not see (CUDA 10.1 and later).
+(The process that starts them computes on the first GPU, which is ``cuda:0`` to it, too.) NCCL reaches GPUs that a process does not see
+(CUDA 10.1 and later).
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ import torch
 __all__ = ["VARIABLE", "device_seen", "gpus_of_host", "variables"]
 
 VARIABLE = "DFLASH_LIT_GPUS"
-"""How many GPUs the process that started this one can see. Unset in one that sees all of them."""
+"""How many GPUs the process that started this one can see."""
+
+_STARTED = "DFLASH_LIT_LOCAL_RANK"
+"""Beside it: a process that inherited the other one alone has not been started by a run."""
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
+def _told(environment: Mapping[str, str]) -> int | None:
+    """How many GPUs the host has, if this process sees only one of them."""
+    told = environment.get(VARIABLE, "")
+    return int(told) if _STARTED in environment and told.isascii() and told.isdecimal() and int(told) else None
+
+
 def gpus_of_host(environment: Mapping[str, str] = os.environ) -> int:
     """GPUs that the ranks of this host share out."""
-    told = environment.get(VARIABLE, "")
-    return int(told) if told.isdecimal() else torch.cuda.device_count()
+    return _told(environment) or torch.cuda.device_count()
 
 
 def variables(local_rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -30,11 +39,12 @@ def variables(local_rank: int, environment: Mapping[str, str] = os.environ) -> d
     count = gpus_of_host(environment)
     if not count:
         return {}
-    names = [name.strip() for name in environment.get(_VISIBLE, "").split(",") if name.strip()]
-    names = names[:count] if len(names) >= count else [str(index) for index in range(count)]
-    return {_VISIBLE: names[local_rank % count], VARIABLE: str(count)}
+    # The driver stops at a name that is none.
+    names = [name.strip() for name in environment.get(_VISIBLE, "").split(",") if name.strip()][:count]
+    own = names[local_rank % len(names)] if names else str(local_rank % count)
+    return {_VISIBLE: own, VARIABLE: str(count)}
 
 
 def device_seen(device: torch.device, environment: Mapping[str, str] = os.environ) -> torch.device:
     """``device``, numbered among the host's GPUs, as this process numbers it."""
-    return torch.device("cuda", 0) if device.type == "cuda" and VARIABLE in environment else device
+    return torch.device("cuda", 0) if device.type == "cuda" and _told(environment) else device
