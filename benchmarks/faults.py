@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.kill_resume import Placement  # noqa: E402
-from benchmarks.soak import MARK, Run, prepare, settings  # noqa: E402
+from benchmarks.soak import Run, prepare, settings  # noqa: E402
 
 __all__ = ["fault", "ranks_to_hit"]
 
@@ -39,16 +39,6 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 def ranks_to_hit(placement: Placement) -> list[int]:
     """Local ranks: the first, the last drafter, the last target."""
     return sorted({0, placement.drafters - 1, placement.drafters + placement.targets - 1})
-
-
-def left(run: Run) -> list[int]:
-    """Pids of all that the run has started and that live, whatever they do."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit() and f"{MARK}={run.mark}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
 
 
 def layout(text: str) -> Placement:
@@ -100,7 +90,7 @@ def fault(
         (pid,) = (pid for pid, who in run.processes().items() if who == f"rank {rank}")
         began = time.monotonic()
         os.kill(pid, SIGNALS[how])
-        gone = until(lambda: run.first.poll() is not None and not left(run), limit_s)
+        gone = until(lambda: run.first.poll() is not None and not run.marked(), limit_s)
         seconds = time.monotonic() - began
         said = re.findall(r"(?m)^error: .*$", run.said())
         return {
@@ -108,12 +98,12 @@ def fault(
             "rank": rank,
             "signal": SIGNALS[how].name,
             "seconds": round(seconds, 1),
-            "left": 0 if gone else len(left(run)),
+            "left": 0 if gone else len(run.marked()),
             "code": run.first.poll(),
             "said": said,
         }
     finally:
-        for pid in left(run):
+        for pid in run.marked():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.end()

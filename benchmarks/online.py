@@ -96,7 +96,7 @@ def used_flop(config: DrafterConfig, batch: dict[str, torch.Tensor]) -> float:
         tokens=batch["input_ids"].numel(),
         pairs=layers * float((batch["position_ids"] + 1).sum()),
         width=config.num_attention_heads * config.head_dim,
-    )
+    ).total
 
 
 def main() -> None:

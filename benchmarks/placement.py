@@ -534,14 +534,12 @@ def measure_run(args: argparse.Namespace, world: World | None, cfg: TrainConfig,
         own = peak() - ready._features.nbytes
         gib = {"drafter": own / GIB, "target": max(remote.each(peak, [None] * args.targets)) / GIB}
         if args.trace:
-            first = args.warm_up + 1
+            step = args.warm_up + 1
             # A target's own passes, of which it may be so many ahead.
-            first = first * args.drafters // args.targets
-            last = min(first + args.prefetch + 5, fits.batches * args.drafters // args.targets)
-            for _ in remote.each(trace_target, [(args.trace, first, last)] * args.targets):
+            first, most = (count * args.drafters // args.targets for count in (step, fits.batches))
+            for _ in remote.each(trace_target, [(args.trace, first, min(first + args.prefetch + 5, most))] * args.targets):
                 pass
-            begin = args.warm_up + 1
-            fits.fit(remote, remote, TracedSteps(Path(args.trace) / f"drafter-{world.rank}.json.gz", begin, begin + 4))
+            fits.fit(remote, remote, TracedSteps(Path(args.trace) / f"drafter-{world.rank}.json.gz", step, step + 4))
             say(world, "traced")
         same = same_as_own(args, fits, remote) if args.equal else {}
         remote.goodbye()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -56,12 +57,11 @@ def rows_of(shape: Shape, config: DrafterConfig, device: torch.device) -> list[d
 
 def supply(config: DrafterConfig, shape: Shape, device: torch.device, steps: int, warm_up: int) -> tuple[float, float]:
     """Seconds and GiB of a target's batch."""
-    target, rows = random_target(config, device), rows_of(shape, config, device)
-    turn = iter(range(10**9))
+    target, rows = random_target(config, device), itertools.cycle(rows_of(shape, config, device))
     leaving: deque[Tensor] = deque(maxlen=SENDS)  # as many as may be on their way to drafters
 
     def step() -> None:
-        batch = rows[next(turn) % len(rows)]
+        batch = next(rows)
         leaving.append(
             target.features(batch["input_ids"], batch["document_ids"], batch["position_ids"], config.target_layer_ids)
         )
@@ -78,13 +78,11 @@ def demand(
     optimizer, parameters = module.make_optimizer(), list(module.drafter.parameters())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = (shape.rows, shape.tokens, config.feature_size)
-    features = [torch.randn(size, device=device, dtype=dtype) for _ in range(queue)]
-    rows = rows_of(shape, config, device)
-    turn = iter(range(10**9))
+    features = itertools.cycle([torch.randn(size, device=device, dtype=dtype) for _ in range(queue)])
+    rows = itertools.cycle(rows_of(shape, config, device))
 
     def step() -> None:
-        place = next(turn)
-        batch = {**rows[place % len(rows)], "features": features[place % queue]}
+        batch = {**next(rows), "features": next(features)}
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             blocks = module.blocks(batch, 0)
             result = module.loss(batch, blocks, module(batch, blocks))

@@ -163,21 +163,24 @@ class Run:
                 )
             )
 
+    def marked(self) -> dict[int, bytes]:
+        """Environments of all that the run has started and that live, whatever they do, by pid."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and f"{MARK}={self.mark}".encode() in (raw := (folder / "environ").read_bytes()):
+                    found[int(folder.name)] = raw
+        return found
+
     def processes(self) -> dict[int, str]:
-        """Names of those that live, by pid."""
+        """Names of the ranks that live, by pid."""
         found = {}
         restarted = [process.pid for process in self.again]
-        for folder in Path("/proc").iterdir():
+        for pid, raw in self.marked().items():
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                if not folder.name.isdigit():
-                    continue
-                raw = (folder / "environ").read_bytes()
-                if f"{MARK}={self.mark}".encode() not in raw:
-                    continue
-                if self.script not in (folder / "cmdline").read_bytes():  # workers that compile
+                if self.script not in Path(f"/proc/{pid}/cmdline").read_bytes():  # workers that compile
                     continue
                 values = dict(item.split("=", 1) for item in raw.decode().split("\0") if "=" in item)
-                pid = int(folder.name)
                 rank = values.get("DFLASH_LIT_REJOIN", values.get("DFLASH_LIT_LOCAL_RANK", "0"))
                 found[pid] = f"rank {rank}" + (" again" if pid in restarted else "")
         return found

@@ -14,7 +14,7 @@ __all__ = ["Flop", "block_pairs", "causal_pairs", "drafter_flop", "layer_weights
 
 
 class Flop(NamedTuple):
-    """Of a token, say: in products with weights, and in attention, which does fewer a second."""
+    """In products with weights, and in attention, which does fewer a second."""
 
     products: float
     attention: float
@@ -45,7 +45,7 @@ def block_pairs(anchors: int, block_size: int, tokens: int) -> float:
     return block_size * (drawn * (tokens - 2) / 2 + anchors * block_size)
 
 
-def target_flop(weights: float, *, tokens: int, pairs: float, width: int) -> float:
+def target_flop(weights: float, *, tokens: int, pairs: float, width: int) -> Flop:
     """Forward pass through layers, no logits.
 
     Args:
@@ -54,7 +54,7 @@ def target_flop(weights: float, *, tokens: int, pairs: float, width: int) -> flo
         pairs: summed over those layers.
         width: heads times head size.
     """
-    return 2.0 * tokens * weights + 4.0 * pairs * width
+    return Flop(2.0 * tokens * weights, 4.0 * pairs * width)
 
 
 def drafter_flop(config: DrafterConfig, *, rows: int, tokens: int, anchors: int, pairs: float) -> dict[str, float]:

@@ -285,10 +285,11 @@ class Forecast:
 def flop_per_token(sizes: Sizes, recipe: Recipe) -> dict[Role, Flop]:
     """Useful FLOP a token of packed rows; a row is taken for one document that may have an anchor anywhere."""
     rows, tokens = recipe.rows, recipe.row_tokens
-    seen = rows * sum(causal_pairs(tokens, window) for window in sizes.windows)
-    target = Flop(
-        target_flop(sizes.used_weights, tokens=rows * tokens, pairs=0, width=0),
-        target_flop(0, tokens=0, pairs=seen, width=sizes.target_width),
+    target = target_flop(
+        sizes.used_weights,
+        tokens=rows * tokens,
+        pairs=rows * sum(causal_pairs(tokens, window) for window in sizes.windows),
+        width=sizes.target_width,
     )
     pairs = rows * block_pairs(recipe.anchors, sizes.drafter.block_size, tokens)
     parts = drafter_flop(sizes.drafter, rows=rows, tokens=tokens, anchors=recipe.anchors, pairs=pairs)

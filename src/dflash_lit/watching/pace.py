@@ -121,7 +121,7 @@ def expected_time(cfg: TrainConfig, plan: Plan, sizes: Sizes | None, recipe: Rec
     if plan.layout.targets:
         rate = Verdict.of(plan.layout, rates).rate
     else:  # one after the other in the same process
-        rate = plan.layout.drafter_world / (1 / rates.target + 1 / rates.drafter)
+        rate = plan.layout.drafter_world * rates.colocated
     rows = recipe.rows * plan.layout.drafter_world * cfg.trainer.accumulate_grad_batches
     step_s = rows * recipe.row_tokens / rate
     return (
