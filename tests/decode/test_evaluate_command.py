@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dflash_lit.cli import main
+from dflash_lit.decode.acceptance import Acceptance
+from dflash_lit.decode.stages import STAGES
+from dflash_lit.decode.tables import depths_table, stages_table, tau_table
 from dflash_lit.export import save_drafter
 from tests.helpers import embedded_config, lively_drafter
 
@@ -38,14 +43,43 @@ def test_json_has_every_temperature_and_budget(drafter: str, tmp_path: Path, cap
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_tables(drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+def test_tables(drafter: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", drafter, *QUICK, "--budgets", "0,8"]) == 0
     out = capsys.readouterr().out
-    for text in ("tree 8", "chain", "2/2", "95 %", "draft", "build", "verify", "commit", "plain pass", "at each depth"):
+    for text in ("tree 8", "chain", "2/2", "95 %", "draft", "build", "verify", "commit", "plain", "at each depth"):
         assert text in out
     assert main(["evaluate", drafter, *QUICK, "--budgets", "0", "--stage-prompts", "0"]) == 0
     assert "commit" not in capsys.readouterr().out
+
+
+def test_tables_of_long_blocks_are_whole_in_80_columns() -> None:
+    results = [
+        Acceptance(
+            temperature=temperature,
+            tau=12.34,
+            tau_error=0.56,
+            tokens_per_s_plain=123.4,
+            tokens_per_s_drafted=1234.5,
+            accepted_by_depth=[0.5] * 31,
+            identical=14 if temperature == 0 else None,
+            near_ties=2,
+            prompts=16,
+            budget=budget,
+            stage_ms=dict.fromkeys(STAGES, 123.45),
+            plain_ms=123.45,
+        )
+        for temperature in (0.0, 0.7)
+        for budget in (0, 16, 64, 256)
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in (tau_table(results), depths_table(results), stages_table(results)):
+        console.print(table)
+    text = console.export_text()
+    assert "…" not in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["31"] + ["0.50"] * 8 in lines
+    assert ["0.7", "tree", "256", *["123.45"] * 4, "493.80", "123.45"] in lines
+    assert ["0.7", "tree", "64", "12.34", "±", "0.56", "nan..nan", "123.4", "1234.5", "10.00x", "sampled"] in lines
 
 
 @pytest.mark.parametrize(

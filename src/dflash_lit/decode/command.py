@@ -6,22 +6,20 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.data.prompts import file_prompts, stdlib_prompts
 from dflash_lit.decode.acceptance import Acceptance, MeasuredTarget, sweep
 from dflash_lit.decode.picture import draw_budgets
 from dflash_lit.decode.proposer import ProposingDrafter
-from dflash_lit.decode.stages import STAGES
 from dflash_lit.decode.static_drafter import can_be_static, static_pair
+from dflash_lit.decode.tables import depths_table, stages_table, tau_table
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter
@@ -131,10 +129,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([_facts(result) for result in results], indent=2))
     else:
         console = Console()
-        console.print(_table(results))
-        console.print(_depths(results))
+        console.print(tau_table(results))
+        console.print(depths_table(results))
         if args.stage_prompts:
-            console.print(_stages(results))
+            console.print(stages_table(results))
     if args.draw is not None:
         draw_budgets(results, args.draw)
     return 1 if any(result.lossless is False for result in results) else 0
@@ -164,50 +162,3 @@ def _facts(result: Acceptance) -> dict[str, Any]:
         "near_ties": result.near_ties,
         "prompts": result.prompts,
     }
-
-
-def _named(result: Acceptance) -> tuple[str, str]:
-    return f"{result.temperature:g}", f"tree {result.budget}" if result.budget else "chain"
-
-
-def _table(results: Sequence[Acceptance]) -> Table:
-    table = Table(title="tau: tokens a target pass, bonus included (± standard error over prompts)")
-    for heading in ("T", "drafts", "nodes", "tau", "95 %", "tokens/s plain", "drafted", "ratio", "as the target"):
-        table.add_column(heading, justify="right")
-    for r in results:
-        same = (
-            "sampled"
-            if r.identical is None
-            else f"{r.identical}/{r.prompts}" + (f" + {r.near_ties} ties" if r.near_ties else "")
-        )
-        low, high = r.tau_interval
-        table.add_row(
-            *_named(r),
-            str(r.nodes),
-            f"{r.tau:.2f} ± {r.tau_error:.2f}",
-            f"{low:.2f}..{high:.2f}",
-            f"{r.tokens_per_s_plain:.1f}",
-            f"{r.tokens_per_s_drafted:.1f}",
-            f"{r.speedup:.2f}x",
-            same,
-        )
-    return table
-
-
-def _depths(results: Sequence[Acceptance]) -> Table:
-    table = Table(title="share of passes that accept a draft at each depth")
-    for heading in ("T", "drafts", *(str(depth) for depth in range(1, len(results[0].accepted_by_depth) + 1))):
-        table.add_column(heading, justify="right")
-    for r in results:
-        table.add_row(*_named(r), *(f"{share:.2f}" for share in r.accepted_by_depth))
-    return table
-
-
-def _stages(results: Sequence[Acceptance]) -> Table:
-    table = Table(title="milliseconds a pass, with a wait for the device at the border of each stage")
-    for heading in ("T", "drafts", *STAGES, "sum", "plain pass"):
-        table.add_column(heading, justify="right")
-    for r in results:
-        spent = [r.stage_ms.get(stage, math.nan) for stage in STAGES]
-        table.add_row(*_named(r), *(f"{ms:.2f}" for ms in spent), f"{sum(spent):.2f}", f"{r.plain_ms:.2f}")
-    return table
