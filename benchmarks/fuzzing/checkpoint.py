@@ -30,7 +30,7 @@ from fuzzing.tiny_run import TINY, fitted, planned, quiet
 
 __all__ = ["Fuzzed"]
 
-_COMMENT = b"dflash_lit sha256="
+_COMMENT = b"dflash_lit sha256/4MiB="
 _OTHER = (
     "drafter.anchors=5",
     "drafter.block_size=5",
@@ -243,7 +243,8 @@ def _signed(data: bytes) -> bytes:
     """With the checksum of what is there now, as the product ends a file; without the two bytes of the archive's comment length."""
     if data.endswith(b"\0\0"):
         data = data[:-2]
-    comment = _COMMENT + hashlib.sha256(data).hexdigest().encode()
+    pieces = [hashlib.sha256(data[at : at + 2**22]).digest() for at in range(0, len(data), 2**22)]
+    comment = _COMMENT + hashlib.sha256(b"".join(pieces)).hexdigest().encode()
     return data + len(comment).to_bytes(2, "little") + comment
 
 

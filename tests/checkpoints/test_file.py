@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pickle
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_lit.checkpoints.digest import PIECE
 from dflash_lit.checkpoints.file import DiskFullError, load, remove_leftovers, save
 from dflash_lit.errors import UserError
 
@@ -85,8 +87,45 @@ def test_what_was_saved_comes_back_in_one_file_that_others_read(tmp_path: Path) 
     for read in (load(path), load(path, mmap=True), torch.load(path, weights_only=True)):
         assert same(read, checkpoint(3))
     with zipfile.ZipFile(path) as archive:
-        assert archive.comment.startswith(b"dflash_lit sha256=")
+        assert archive.comment.startswith(b"dflash_lit sha256/4MiB=")
         assert archive.testzip() is None
+
+
+def test_a_file_of_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors longer and shorter than a piece, brought to the disk in between."""
+    monkeypatch.setattr("dflash_lit.checkpoints.file._SYNC_BYTES", 2**20)
+    sizes = (PIECE // 4 - 1, 3, PIECE // 2 + 1, PIECE, 0, 1)
+    saved = {"state_dict": {str(i): torch.randn(size) for i, size in enumerate(sizes)}}
+    save(saved, path := tmp_path / "last.ckpt")
+    assert same(load(path), saved)
+    with open(path, "r+b") as file:
+        file.seek(PIECE * 3)
+        byte = file.read(1)
+        file.seek(PIECE * 3)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(UserError, match="is damaged: its checksum is"):
+        load(path)
+
+
+def test_what_the_disk_refuses_in_the_background_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system reports it at one call, which may be any; the next one knows nothing of it."""
+    path = tmp_path / "last.ckpt"
+    save(checkpoint(1), path)
+    calls: list[int] = []
+    to_disk = os.fsync
+
+    def once(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        to_disk(handle)
+
+    monkeypatch.setattr("dflash_lit.checkpoints.file._SYNC_BYTES", 1)
+    monkeypatch.setattr("os.fsync", once)
+    with pytest.raises(DiskFullError, match="no room for this checkpoint"):
+        save(checkpoint(2), path)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert same(load(path), checkpoint(1))
 
 
 def test_a_writer_killed_at_any_byte_leaves_the_old_one(tmp_path: Path) -> None:

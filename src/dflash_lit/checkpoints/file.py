@@ -1,10 +1,10 @@
 """One checkpoint file: whole or not there, and known to be what was written.
 
-A file is what ``torch.save`` writes, an archive in zip format, with the SHA-256 of everything before it as the archive's comment. So it
-is one file, and anything that reads zip archives or ``torch.save`` files reads it, the checksum unseen.
+A file is what ``torch.save`` writes, an archive in zip format, with the checksum of everything before it (:mod:`dflash_lit.checkpoints.digest`)
+as the archive's comment. So it is one file, and anything that reads zip archives or ``torch.save`` files reads it, the checksum unseen.
 
-It is written under another name in its folder, brought to the disk, and renamed: at no moment does its name stand for a part of it, and
-what had the name before is there until then. A lock tells a file being written from one whose writer was killed.
+It is written under another name in its folder, brought to the disk (beside the writing: the run waits), and renamed: at no moment does its
+name stand for a part of it, and what had the name before is there until then. A lock tells a file being written from one whose writer was killed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import pickle
 import re
 import secrets
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from dflash_lit.checkpoints.digest import PieceDigest, file_digest
 from dflash_lit.checkpoints.plain import plain_bytes
 from dflash_lit.doctor.finding import gib
 from dflash_lit.errors import UserError
@@ -37,11 +38,12 @@ _PARTIAL = ".partial"
 _END = b"PK\x05\x06"
 _END_BYTES = 22
 """Of a zip archive's last record without a comment. Its last two bytes are the comment's length."""
-_COMMENT = b"dflash_lit sha256="
+_COMMENT = b"dflash_lit sha256/4MiB="
 _COMMENT_BYTES = len(_COMMENT) + 64
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk is full, the user's share of it, or the file is larger than it may get."""
-_PIECE = 2**23
+_SYNC_BYTES = 2**28
+"""Written bytes after which the system is asked to bring them to the disk."""
 
 
 class DiskFullError(UserError):
@@ -80,6 +82,7 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
             raise DiskFullError(_no_room(path, needed, writer.written, cause)) from error
         raise
     finally:
+        writer.close()
         with contextlib.suppress(OSError):  # it flushes again what could not be written
             handle.close()
 
@@ -91,27 +94,39 @@ class _Writer:
         self.handle = handle
         self.written = 0
         self.error: OSError | None = None
-        self._digest = hashlib.sha256()
+        self._digest = PieceDigest()
         self._last = b""  # the last two bytes, which may be the comment's length
+        self._syncing = ThreadPoolExecutor(1, thread_name_prefix="to_disk")
+        self._synced: Future[None] | None = None
+        self._unsynced = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        last = memoryview(self._last + bytes(view[-2:]))
         try:
+            # The checksum of a tensor is made while it is written.
+            self._digest.update(last[:-2])
+            self._digest.update(view[:-2])
+            self._last = bytes(last[-2:])
             self.handle.write(view)
+            self._sync(len(view))
         except OSError as error:
             self.error = error
             raise
+        finally:
+            self._digest.wait()  # torch takes the memory back
         self.written += len(view)
-        # Not joined for large pieces: tensors come whole.
-        if len(view) >= 2:
-            self._digest.update(self._last)
-            self._digest.update(view[:-2])
-            self._last = bytes(view[-2:])
-        else:
-            joined = self._last + bytes(view)
-            self._digest.update(joined[:-2])
-            self._last = joined[-2:]
         return len(view)
+
+    def _sync(self, count: int) -> None:
+        """Have the disk begin with what is there, not wait for the end; what it cannot take is said only once, maybe here."""
+        self._unsynced += count
+        if self._unsynced < _SYNC_BYTES or not (self._synced is None or self._synced.done()):
+            return
+        if self._synced is not None:
+            self._synced.result()
+        self._unsynced = 0
+        self._synced = self._syncing.submit(os.fsync, self.handle.fileno())
 
     def flush(self) -> None:
         self.handle.flush()
@@ -124,7 +139,14 @@ class _Writer:
         comment = _COMMENT + self._digest.hexdigest().encode()
         self.handle.write(len(comment).to_bytes(2, "little") + comment)
         self.handle.flush()
+        if self._synced is not None:
+            self._synced.result()
         os.fsync(self.handle.fileno())
+
+    def close(self) -> None:
+        """Before the file is."""
+        self._syncing.shutdown()
+        self._digest.close()
 
 
 def _open_partial(path: Path) -> tuple[Path, BinaryIO]:
@@ -247,17 +269,13 @@ def _check(path: Path, size: int, changed_ns: int, inode: int) -> bool:
         comment = tail[_END_BYTES:]
         if not (end.startswith(_END) and end.endswith(length) and comment.startswith(_COMMENT)):
             raise UserError(
-                f"{path}: is damaged: its end is not that of a checkpoint, so it is cut off (at {size} bytes) or overwritten"
+                f"{path}: is damaged: its end is not that of a checkpoint, so it is cut off (at {size} bytes), overwritten, or of another version"
             )
-        file.seek(0)
-        digest, left = hashlib.sha256(), size - _COMMENT_BYTES - 2
-        while left > 0 and (piece := file.read(min(_PIECE, left))):
-            digest.update(piece)
-            left -= len(piece)
+        found = file_digest(file.fileno(), size - _COMMENT_BYTES - 2)
         wanted = comment.removeprefix(_COMMENT).decode("latin-1")
-        if digest.hexdigest() != wanted:
+        if found != wanted:
             raise UserError(
-                f"{path}: is damaged: its checksum is {digest.hexdigest()[:16]}..., {wanted[:16]}... when it was written; bytes have changed since"
+                f"{path}: is damaged: its checksum is {found[:16]}..., {wanted[:16]}... when it was written; bytes have changed since"
             )
     return True
 

@@ -1,0 +1,87 @@
+"""One checksum for gigabytes, by all cores: the SHA-256 of the SHA-256s of pieces.
+
+One SHA-256 goes through its bytes one after the other, at 0.5 to 2 GB/s. Those of pieces are computed side by side, while the file is
+written or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+__all__ = ["PIECE", "PieceDigest", "file_digest"]
+
+PIECE = 2**22
+"""Bytes."""
+
+_MOST_THREADS = 8
+"""More wait for memory."""
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="checksum")
+
+
+def _sha256(piece: bytes | memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()  # without Python's lock
+
+
+def _of_pieces(digests: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+class PieceDigest:
+    """The checksum of what comes bit by bit. Its threads end with :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._pool = _pool()
+        self._whole: list[Future[bytes]] = []
+        self._begun, self._begun_bytes = hashlib.sha256(), 0
+
+    def update(self, data: memoryview) -> None:
+        """Begin to add ``data`` (bytes), which has to stay until :meth:`wait` has returned."""
+        if self._begun_bytes or len(data) < PIECE:
+            head, data = data[: PIECE - self._begun_bytes], data[PIECE - self._begun_bytes :]
+            self._begun.update(head)
+            self._begun_bytes += len(head)
+            if self._begun_bytes == PIECE:
+                self._whole.append(self._done(self._begun.digest()))
+                self._begun, self._begun_bytes = hashlib.sha256(), 0
+        whole = len(data) // PIECE * PIECE
+        self._whole += [self._pool.submit(_sha256, data[at : at + PIECE]) for at in range(0, whole, PIECE)]
+        if rest := data[whole:]:
+            self._begun.update(rest)
+            self._begun_bytes = len(rest)
+
+    @staticmethod
+    def _done(digest: bytes) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        future.set_result(digest)
+        return future
+
+    def wait(self) -> None:
+        """Until nothing of what was given is needed any more."""
+        wait(self._whole)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def hexdigest(self) -> str:
+        """Of everything so far."""
+        digests = [future.result() for future in self._whole]
+        return _of_pieces([*digests, self._begun.digest()] if self._begun_bytes else digests)
+
+
+def file_digest(handle: int, size: int) -> str:
+    """The same of the first ``size`` bytes of an open file, read by several threads.
+
+    Args:
+        handle: its descriptor.
+    """
+
+    def piece(at: int) -> bytes:
+        return _sha256(os.pread(handle, min(PIECE, size - at), at))
+
+    with _pool() as pool:
+        return _of_pieces(list(pool.map(piece, range(0, size, PIECE))))
