@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dflash_lit.compilation.cache import use_cache
@@ -25,9 +23,9 @@ from dflash_lit.decode.static_drafter import can_be_static, static_pair
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter
-from dflash_lit.options import budgets, natural, temperature, whole
+from dflash_lit.options import budgets, device_of, natural, temperature, whole
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
-from dflash_lit.watching.terminal import live_console
+from dflash_lit.watching.terminal import bars
 
 __all__ = ["add_options", "run"]
 
@@ -86,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         prompts = file_prompts(args.prompts, info.tokenizer, max_prompt_tokens=args.prompt_tokens)[: args.count]
-    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
-    if args.device == "cuda" and device.type != "cuda":
-        raise UserError("--device cuda: torch sees no GPU here")
+    device = device_of(args.device)
     positions = int(getattr(info.text, "max_position_embeddings", 0) or 0)
     longest = max(len(prompt.input_ids) for prompt in prompts) + args.max_new_tokens + drafter.config.block_size
     if positions and longest > positions:
@@ -113,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
             target, drafter, longest_prompt=max(map(len, texts)), max_new_tokens=args.max_new_tokens, budgets=nodes
         )
     results: list[Acceptance] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=args.json or live_console() is None) as progress:
+    with bars(show=not args.json) as progress:
         for heat in args.temperature:
             results += sweep(
                 *sides,

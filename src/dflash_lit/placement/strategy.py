@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_lit.placement.agreement import Agreement
-from dflash_lit.placement.feature_loader import FeatureLoader, PrefetchingLoader
+from dflash_lit.placement.feature_loader import FeatureLoader, FeatureSource, PrefetchingLoader
 from dflash_lit.placement.layout import Transport
 from dflash_lit.placement.secret import ForgedError
 from dflash_lit.placement.signed_pickle import seal, unseal
@@ -63,7 +63,21 @@ class LocalTarget:
         return {**batch, "features": features, "last_hidden": last_hidden}
 
 
-class ColocatedStrategy(SingleDeviceStrategy):
+class _Featured:
+    """A strategy whose batches come with features, from its ``source``."""
+
+    source: FeatureSource
+
+    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See :meth:`LocalTarget.with_features`."""
+        return self.source.with_features(batch)
+
+    def process_dataloader(self, dataloader: object) -> FeatureLoader:
+        """Lightning's hook for every loader (training, validation, test, sanity check): attach the features here."""
+        return FeatureLoader(dataloader, self.source)
+
+
+class ColocatedStrategy(_Featured, SingleDeviceStrategy):
     """Target and drafter in one process on one device (a GPU or a CPU), the only one of the run.
 
     Args:
@@ -85,16 +99,8 @@ class ColocatedStrategy(SingleDeviceStrategy):
         self.target = target
         self.source = LocalTarget(target, layer_ids, teacher=teacher)
 
-    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See :meth:`LocalTarget.with_features`."""
-        return self.source.with_features(batch)
 
-    def process_dataloader(self, dataloader: object) -> FeatureLoader:
-        """Lightning's hook for every loader (training, validation, test, sanity check): attach the features here."""
-        return FeatureLoader(dataloader, self.source)
-
-
-class DrafterGroupStrategy(DDPStrategy):
+class DrafterGroupStrategy(_Featured, DDPStrategy):
     """Several drafters, data-parallel; each has a target in its own process.
 
     The Trainer's world is that of the drafters, and their processes exist already (:mod:`dflash_lit.placement.world`): Lightning
@@ -187,14 +193,6 @@ class DrafterGroupStrategy(DDPStrategy):
         # Private: Lightning asks all ranks before every batch whether one got SIGTERM, and waits for the device to hear it. That
         # is callbacks/interrupt.py's here, which does not wait. tests/placement/test_strategy.py fails if it moves.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See :meth:`LocalTarget.with_features`."""
-        return self.source.with_features(batch)
-
-    def process_dataloader(self, dataloader: object) -> FeatureLoader:
-        """Lightning's hook for every loader (training, validation, test, sanity check): attach the features here."""
-        return FeatureLoader(dataloader, self.source)
 
 
 class SplitStrategy(DrafterGroupStrategy):
