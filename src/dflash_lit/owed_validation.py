@@ -26,8 +26,7 @@ def validation_follows(trainer: L.Trainer) -> bool:
 
 def validation_owed(trainer: L.Trainer) -> bool:
     """In ``on_train_start``: whether a validation comes before the first step. A run that goes on with other validations owes none."""
-    batches = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current
-    return batches.ready > batches.completed and validation_follows(trainer)
+    return trainer.fit_loop.epoch_loop.val_loop.restarted_mid_evaluation and validation_follows(trainer)
 
 
 class OwedValidation:

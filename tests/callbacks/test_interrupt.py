@@ -149,3 +149,13 @@ def test_what_was_to_be_saved_after_that_validation_is(tmp_path: Path) -> None:
     assert run(tmp_path, Told(4, "batch 1"), more=every_fourth())
     assert not run(tmp_path, Told(-1, ""), ckpt=tmp_path / "last.ckpt", more=every_fourth())
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["kept=4.ckpt", "kept=8.ckpt", "last.ckpt"]
+
+
+def test_counters_that_lightning_does_not_go_back_for_are_no_step_more(tmp_path: Path) -> None:
+    assert run(tmp_path, Told(8, "batch 0"))
+    saved = load(tmp_path / "last.ckpt")
+    saved["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"] |= {"ready": 9, "started": 9}
+    torch.save(saved, tmp_path / "changed.ckpt")
+    then = Told(-1, "")
+    assert not run(tmp_path, then, ckpt=tmp_path / "changed.ckpt")
+    assert then.happened == [(8, "end of 8")]
