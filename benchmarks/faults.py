@@ -28,26 +28,24 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.kill_resume import Placement  # noqa: E402
+from benchmarks.layouts import layout, layout_overrides, named  # noqa: E402
 from benchmarks.soak import Run, prepare, settings  # noqa: E402
+from dflash_lit.placement.layout import Layout  # noqa: E402
 
 __all__ = ["fault", "ranks_to_hit"]
 
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
-def ranks_to_hit(placement: Placement) -> list[int]:
+def ranks_to_hit(placement: Layout) -> list[int]:
     """Local ranks: the first, the last drafter, the last target."""
     return sorted({0, placement.drafters - 1, placement.drafters + placement.targets - 1})
 
 
-def layout(text: str) -> Placement:
-    placement, *others = Placement.parse(text)
-    if others or placement.targets + placement.drafters < 2:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write target ranks + drafter ranks, two or more, as 1+1: the others are to notice"
-        )
-    return placement
+def several(text: str) -> Layout:
+    if (found := layout(text)).world < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: write two or more ranks, as 1+1: the others are to notice")
+    return found
 
 
 def until(condition: Any, limit_s: float) -> bool:
@@ -60,7 +58,7 @@ def until(condition: Any, limit_s: float) -> bool:
 
 
 def fault(
-    folder: Path, placement: Placement, rank: int, how: str, *overrides: str, timeout_s: float = 15.0, limit_s: float = 120.0
+    folder: Path, placement: Layout, rank: int, how: str, *overrides: str, timeout_s: float = 15.0, limit_s: float = 120.0
 ) -> dict[str, Any]:
     """One run and its end.
 
@@ -74,7 +72,7 @@ def fault(
     """
     run = Run(
         folder,
-        *placement.overrides,
+        *layout_overrides(placement),
         f"placement.timeout_s={timeout_s:g}",
         *settings(folder, 100_000),
         "trainer.val_every=100000",
@@ -94,7 +92,7 @@ def fault(
         seconds = time.monotonic() - began
         said = re.findall(r"(?m)^error: .*$", run.said())
         return {
-            "placement": f"{placement.targets}+{placement.drafters}",
+            "placement": named(placement),
             "rank": rank,
             "signal": SIGNALS[how].name,
             "seconds": round(seconds, 1),
@@ -114,8 +112,8 @@ def main() -> int:
     parser.add_argument(
         "--placement",
         nargs="+",
-        type=layout,
-        default=[Placement(1, 1)],
+        type=several,
+        default=[Layout(1, 1)],
         metavar="N+M",
         help="targets + drafters (default: 1+1)",
     )

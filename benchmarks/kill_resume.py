@@ -52,7 +52,9 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for GPUs 
 import torch  # noqa: E402
 from kill_record import START  # noqa: E402
 
+from benchmarks.layouts import layout, layout_overrides, named  # noqa: E402
 from dflash_lit.checkpoints.file import load  # noqa: E402
+from dflash_lit.placement.layout import Layout  # noqa: E402
 from dflash_lit.trained import SUMMARY, has_ended  # noqa: E402
 
 AIMS = {"start": 2, "data": 2, "warm-up": 2, "training": 6, "validation": 3, "checkpoint": 4, "after training": 2}
@@ -95,26 +97,12 @@ WANTED = ("train/", "val/", "acceptance/", "lr-")
 TIMES = ("wall_s", "phases", "peak_rss", "tokens_per_s", "export_dir", "report", "responses_from_cache")
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Target ranks + drafter ranks."""
-
-    targets: int
-    drafters: int
-
-    @classmethod
-    def parse(cls, text: str) -> list[Placement]:
-        if not re.fullmatch(r"\d\+[1-9](,\d\+[1-9])*", text):
-            raise argparse.ArgumentTypeError(f"{text!r}: write target ranks + drafter ranks, as 1+1 or 1+1,2+1")
-        found = [cls(*map(int, one.split("+"))) for one in text.split(",")]
-        if len({one.drafters for one in found}) > 1 or len({bool(one.targets) for one in found}) > 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: a run goes on with as many drafters as it had, and stays split or not")
-        return found
-
-    @property
-    def overrides(self) -> list[str]:
-        split = ["placement=split", f"placement.targets={self.targets}"] if self.targets else []
-        return [*split, f"placement.drafters={self.drafters}"]
+def in_turn(text: str) -> list[Layout]:
+    """Layouts with commas between, of which the starts of a run take one after the other."""
+    found = [layout(one) for one in text.split(",")]
+    if len({one.drafters for one in found}) > 1 or len({bool(one.targets) for one in found}) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a run goes on with as many drafters as it had, and stays split or not")
+    return found
 
 
 class Running:
@@ -126,9 +114,7 @@ class Running:
         fresh: new interpreters, as by hand, instead of forked processes.
     """
 
-    def __init__(
-        self, folder: Path, number: int, placement: Placement, overrides: list[str], *, cache: Path, fresh: bool
-    ) -> None:
+    def __init__(self, folder: Path, number: int, placement: Layout, overrides: list[str], *, cache: Path, fresh: bool) -> None:
         self.folder, self.number = folder, number
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"log.{number}"
@@ -140,7 +126,7 @@ class Running:
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "benchmarks"))),
             START: str(number),
         }
-        arguments = ["train.py", *overrides, *placement.overrides, f"hydra.run.dir={folder}"]
+        arguments = ["train.py", *overrides, *layout_overrides(placement), f"hydra.run.dir={folder}"]
         world = placement.targets + placement.drafters
         self.pids: list[int] = []
         self._lines: list[str] = []
@@ -394,7 +380,7 @@ class Killer:
 
     def __init__(
         self,
-        placements: list[Placement],
+        placements: list[Layout],
         work: Path,
         *,
         kills: int,
@@ -687,7 +673,7 @@ def _facts(path: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="in all, shared by the placements")
-    parser.add_argument("--placement", nargs="+", type=Placement.parse, default=[Placement.parse("0+1")])
+    parser.add_argument("--placement", nargs="+", type=in_turn, default=[in_turn("0+1")], metavar="N+M[,N+M]")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--steps", type=int, default=14, help="optimizer steps of a run")
     parser.add_argument("--rtol", type=float, help="of floats; 0 on a CPU, 0.02 on a GPU")
@@ -713,7 +699,7 @@ def main() -> int:
         work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for place, placements in enumerate(options.placement):
             count = options.kills // len(options.placement) + (place < options.kills % len(options.placement))
-            name = ",".join(f"{one.targets}+{one.drafters}" for one in placements)
+            name = ",".join(map(named, placements))
             killer = Killer(
                 placements,
                 (work / name.replace(",", "_")).absolute(),  # a comma is a list to Hydra

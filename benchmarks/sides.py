@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from common import SHAPES, TARGETS, Shape, random_ends, timed, token_rows
+from layouts import layout, named
 from online import expected_gib, random_target, recipe_of, sizes_of
 from torch import Tensor
 
@@ -94,25 +95,18 @@ def demand(
     return measured(step, device, steps, warm_up)
 
 
-def layout(text: str) -> tuple[int, int]:
-    targets, _, drafters = text.partition("+")
-    if not (targets.isdecimal() and drafters.isdecimal() and int(drafters)):
-        raise argparse.ArgumentTypeError(f"{text!r}: write target ranks + drafter ranks, as 5+3")
-    return int(targets), int(drafters)
-
-
-def reached(targets: int, drafters: int, rates: Rates) -> float:
+def reached(found: Layout, rates: Rates) -> float:
     """Tokens a second of a layout at these rates of a rank."""
-    if targets:
-        return Verdict.of(Layout(targets, drafters), rates).rate
-    return drafters * rates.colocated
+    return Verdict.of(found, rates).rate if found.targets else found.drafters * rates.colocated
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=TARGETS, default="qwen3-8b")
     parser.add_argument("--shape", choices=SHAPES, default="S")
-    parser.add_argument("--layouts", nargs="+", type=layout, default=[(5, 3), (3, 5), (1, 7), (0, 8)], metavar="N+M")
+    parser.add_argument(
+        "--layouts", nargs="+", type=layout, default=[layout(text) for text in ("5+3", "3+5", "1+7", "0+8")], metavar="N+M"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them (default: %(default)s)")
     parser.add_argument("--prefetch", type=int, default=2, help="feature batches beside the one in work (default: %(default)s)")
@@ -151,7 +145,7 @@ def main() -> None:
             "gib": round(gib, 2),
             "expected_gib": round(planned[role], 2),
         }
-    line["reached"] = {f"{n}+{m}": round(reached(n, m, rates)) for n, m in args.layouts}
+    line["reached"] = {named(found): round(reached(found, rates)) for found in args.layouts}
     line |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
     print(json.dumps(line))
 

@@ -19,6 +19,7 @@ from dflash_lit.checkpoints.file import remove_leftovers
 from dflash_lit.checkpoints.io import VerifiedCheckpointIO
 from dflash_lit.errors import UserError
 from dflash_lit.optimizer_steps import OptimizerSteps
+from dflash_lit.owed_validation import validation_follows, validation_owed
 
 __all__ = ["SafeCheckpoint"]
 
@@ -137,12 +138,14 @@ class SafeCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._steps.begin(trainer)
+        if validation_owed(trainer):
+            self._defer_save_until_validation = self._is_due(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
         # A run that has been resumed from a step at which Lightning saves would, again, after the first batch of the next.
         if not self._steps.taken(trainer):
             return
-        if _validation_follows(trainer):
+        if validation_follows(trainer):
             # Lightning never makes up for a validation that a run was killed in, if its checkpoint is of before.
             self._defer_save_until_validation |= self._is_due(trainer)
             return
@@ -177,14 +180,6 @@ class SafeCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: L.Trainer, *arguments: Any) -> None:
         with self._outliving(trainer):
             super().on_train_end(trainer, *arguments)
-
-
-def _validation_follows(trainer: L.Trainer) -> bool:
-    """In ``on_train_batch_end``: whether this batch is followed by a validation."""
-    # Private, as what is used of `ModelCheckpoint` above: Lightning says nowhere else what comes next; tests/callbacks/test_checkpoints.py.
-    loop = trainer.fit_loop
-    assert loop._data_fetcher is not None
-    return bool(sum(trainer.num_val_batches)) and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 def _acceptance_metric(trainer: L.Trainer, module: L.LightningModule) -> str:

@@ -51,8 +51,8 @@ class FiniteGuard(Callback):
         saved_steps: at most so many are saved in a run.
         features_gib: memory for the features of the last steps, which are saved with a step; where they need more, rows are saved
             without, and replaying asks the target again.
-        spikes: "off", "warn", or "rollback" (weights, optimizer and schedules return to a state kept before; the data since then is
-            passed over).
+        spikes: "off", "warn", or "rollback" (weights and optimizer return to a state kept before; the data since then is passed
+            over, and the schedule goes on with the step number).
         spike_window, spike_threshold, spike_warmup: see :class:`SpikeDetector`.
         keep_every: steps between states that are kept, two of them in the host's memory, with ``spikes="rollback"``.
         max_rollbacks: of a run; a further spike stops it.
@@ -148,10 +148,7 @@ class FiniteGuard(Callback):
         assert isinstance(pl_module, DrafterModule)
         self._steps.begin(trainer)
         if self.spikes == "rollback":
-            schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-            self._kept = KeptStates(
-                list(pl_module.drafter.parameters()) + _buffers(pl_module), trainer.optimizers[0], schedules
-            )
+            self._kept = KeptStates(list(pl_module.drafter.parameters()) + _buffers(pl_module), trainer.optimizers[0])
             self._kept.keep(self._steps.last)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from dflash_lit.errors import Interrupted
 from dflash_lit.optimizer_steps import OptimizerSteps
+from dflash_lit.owed_validation import OwedValidation, validation_follows
 from dflash_lit.placement.feature_loader import FeatureLoader
 from dflash_lit.placement.remote_target import RemoteTarget
 from dflash_lit.stopping import stopping
@@ -20,8 +21,8 @@ __all__ = ["Interrupt"]
 class Interrupt(Callback):
     """Stops a run after the optimizer step in which a signal came, with a checkpoint of that step.
 
-    All drafters stop at the same step, whichever of them got the signal. A validation is cut short, and its figures are dropped; a
-    resumed run does not repeat it. A second Ctrl-C stops at once, without saving.
+    All drafters stop at the same step, whichever of them got the signal. A validation that follows that step, or in which the signal
+    came, is cut short, and its figures are dropped: the run that goes on begins with it. A second Ctrl-C stops at once, without saving.
 
     Args:
         checkpoint: file to save to.
@@ -32,6 +33,17 @@ class Interrupt(Callback):
         self._steps = OptimizerSteps()
         self._saved = -1  # step of the newest checkpoint
         self._agreement: Any = None
+        self._checkpoint: dict[str, Any] | None = None  # that this run goes on from, until its fit starts
+        self._validation = OwedValidation()
+        self._told = 0  # in the step whose validation follows
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._checkpoint is not None:
+            self._validation.extend(trainer, self._checkpoint)
+            self._checkpoint = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps.begin(trainer)
@@ -39,6 +51,7 @@ class Interrupt(Callback):
         if trainer.world_size > 1:
             self._agreement = trainer.strategy.agreement()  # type: ignore[attr-defined]
         stopping.hold()
+        self._validation.begin_training(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._saved = trainer.global_step
@@ -49,12 +62,17 @@ class Interrupt(Callback):
         if not self._steps.taken(trainer):
             return
         told = stopping.signal if self._agreement is None else self._agreement.ask(stopping.signal)
-        if told:
+        if told and validation_follows(trainer):
+            self._told = told
+        elif told:
             self._stop(trainer, told)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:  # left at once: there is nothing to save
             return
+        self._validation.begin(trainer)
+        if self._told:
+            self._stop(trainer, self._told)
         loaders = trainer.val_dataloaders
         for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
             if isinstance(loader, FeatureLoader):
@@ -85,6 +103,8 @@ class Interrupt(Callback):
         return max(self._agreement.ask(stopping.signal), self._agreement.settle())
 
     def _stop(self, trainer: L.Trainer, told: int) -> None:
+        if trainer.validating:
+            self._validation.owe(trainer)
         trainer.save_checkpoint(self.checkpoint, weights_only=False)
         if self._agreement is not None:
             self._agreement.settle()

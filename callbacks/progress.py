@@ -47,11 +47,14 @@ class Progress(ProgressBar):
     def enable(self) -> None:
         self.enabled = True
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Not later: a run with nothing left but a validation has a limit of one step more then (`OwedValidation`).
+        self.total = int(trainer.estimated_stepping_batches)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.first = self.step = trainer.global_step
         self.tokens, self.started = 0, time.monotonic()
         self.ended, self.validates = self.started, False
-        self.total = int(trainer.estimated_stepping_batches)
         self._metrics: dict[str, float] = {}
         console = live_console() if self.enabled else None
         if console is not None:

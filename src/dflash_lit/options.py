@@ -1,12 +1,16 @@
-"""Types of command-line options: a value, or one line that says what is wrong with it."""
+"""Command-line options that several commands have: a value, or one line that says what is wrong with it."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from dflash_lit.errors import UserError
 
-__all__ = ["budgets", "natural", "naturals", "temperature", "whole"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["budgets", "device_of", "natural", "naturals", "temperature", "whole"]
 
 
 def natural(text: str) -> int:
@@ -37,6 +41,19 @@ def budgets(text: str) -> list[int]:
             raise UserError(f"--budgets {text}: {int(part)} is there twice; name each budget once")
         found.append(int(part))
     return found
+
+
+def device_of(chosen: str) -> torch.device:
+    """Of ``--device``: auto, cpu or cuda.
+
+    Raises:
+        UserError: for a GPU that is not there.
+    """
+    import torch  # not before it is asked for: some commands need none
+
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU here")
+    return torch.device("cuda" if chosen != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def temperature(text: str) -> float:

@@ -299,15 +299,23 @@ def test_a_spike_is_told_of(embedded: FrozenTarget, tmp_path: Path, caplog: pyte
 
 
 def test_a_spike_is_undone(embedded: FrozenTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rates: list[float] = []
+
+    class Rates(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
     with caplog.at_level(logging.WARNING):
-        got = fit(embedded, tmp_path, times_a_thousand, (13,), spikes="rollback", steps=16, lr=1e-4, **SPIKES)
+        got = fit(embedded, tmp_path, times_a_thousand, (13,), spikes="rollback", steps=16, lr=1e-4, more=(Rates(),), **SPIKES)
     # Seen two steps later, and undone at once: the state after step 15 is that after step 10.
     assert same(got.states[15], got.states[10])
     assert not same(got.states[16], got.states[15])
     assert "went back to the weights of step 10, and on with the data after step 15" in caplog.text
     assert float(got.metrics["train/rollbacks"]) == 1
-    schedule = got.module.lr_schedulers()
-    assert schedule.last_epoch == 11  # type: ignore[union-attr]
+    # The learning rate goes on with the step's number, to the schedule's end.
+    schedule: Any = got.module.lr_schedulers()
+    assert rates == [schedule.base_lrs[0] * schedule.lr_lambdas[0](step) for step in range(16)]
+    assert schedule.get_last_lr() == [0.0] * len(schedule.base_lrs)
 
 
 def test_going_back_has_an_end(embedded: FrozenTarget, tmp_path: Path) -> None:

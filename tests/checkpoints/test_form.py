@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from dflash_lit.checkpoints.contract import compare
@@ -141,6 +144,60 @@ def test_loops(change: Change, names: str) -> None:
     change(saved)
     with pytest.raises(UserError, match=names):
         check_loops(saved, _loops(ready=0, completed=0))
+
+
+_TWO = ["ready", "completed"]
+_PROCESSED = [*_TWO, "started", "processed"]
+
+
+def _both(names: list[str], *more: str) -> dict[str, Any]:
+    return {"total": names, "current": names, **dict.fromkeys(more)}
+
+
+LIGHTNINGS = {
+    "state_dict": [],
+    "epoch_loop.state_dict": ["_batches_that_stepped"],
+    "epoch_loop.batch_progress": _both(_PROCESSED, "is_last_batch"),
+    "epoch_loop.scheduler_progress": _both(_TWO),
+    "epoch_loop.automatic_optimization.state_dict": [],
+    "epoch_loop.automatic_optimization.optim_progress": {
+        "optimizer": {"step": _both(_TWO), "zero_grad": _both([*_TWO, "started"])}
+    },
+    "epoch_loop.manual_optimization.state_dict": [],
+    "epoch_loop.manual_optimization.optim_step_progress": _both(_TWO),
+    "epoch_loop.val_loop.state_dict": [],
+    "epoch_loop.val_loop.batch_progress": _both(_PROCESSED, "is_last_batch"),
+    "epoch_progress": _both(_PROCESSED),
+}
+
+
+def _names(state: Any) -> Any:
+    """Of counters; those of one tracker as a list."""
+    if not isinstance(state, dict):
+        return None
+    if any(isinstance(value, dict) for value in state.values()):
+        return {name: _names(value) for name, value in state.items()}
+    return list(state)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning_counts_what_is_looked_at(tmp_path: Path) -> None:
+    """Of another Lightning: read ``form``, ``owed_validation`` and ``kept_metrics`` against its loops; checkpoints of before are refused."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        accumulate_grad_batches=2,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(BoringModel())
+    state = trainer.fit_loop.state_dict()
+    assert _names(state) == LIGHTNINGS, f"Lightning {L.__version__} counts otherwise"
+    check_loops({"epoch": 0, "global_step": 3, "loops": {"fit_loop": state}}, state)
 
 
 def test_schedules() -> None:

@@ -125,7 +125,7 @@ def test_what_killed_runs_have_left_is_removed_before_the_disk_is_asked(target: 
     for left in (ours, held_by_us, theirs, old):
         left.mkdir()
         (left / "features.npy").write_bytes(b"0" * 1000)
-        (left / "writer").write_text(kernel() if left in (ours, held_by_us) else "another")
+        (left / ".writer").write_text(kernel() if left in (ours, held_by_us) else "another")
     for path in (*old.iterdir(), old):
         os.utime(path, (0, time.time() - 25 * 3600))
     with held(held_by_us):  # by a run that writes
@@ -142,7 +142,7 @@ def test_a_killed_writer_is_known_by_what_it_has_left(target: FrozenTarget, tmp_
         return source(target).with_features(batch)
 
     write_features(packed_rows(PIECES[:1]), tmp_path / "key", killed, rows_per_batch=8)
-    assert (left / "writer").read_text() == kernel()
+    assert (left / ".writer").read_text() == kernel()
 
 
 def test_the_disk_is_asked_for_all_space_at_once(target: FrozenTarget, tmp_path: Path) -> None:

@@ -241,15 +241,17 @@ def test_unfinished_stores_of_data_that_were_mended_are_removed(tmp_path: Path, 
         [partial] = set(cache.glob("*.partial")) - before
         return partial
 
-    mended, stays, gone = left_of("a.jsonl"), left_of("b.jsonl"), left_of("c.jsonl")
+    mended, stays, gone, theirs = (left_of(f"{name}.jsonl") for name in "abce")
+    (theirs / ".writer").write_text("another host, whose lock need not be seen")
+    write(tmp_path / "e.jsonl", good)
     (tmp_path / "c.jsonl").unlink()  # may come back, as a disk that is not mounted
     path = write(tmp_path / "a.jsonl", good)
     with held(mended):
         first, _ = build(path, tokenizer, cache)
-        assert set(cache.iterdir()) == {mended, stays, gone, first.folder}
+        assert set(cache.iterdir()) == {mended, stays, gone, theirs, first.folder}
     (stays / ".sources").write_text("[")  # not known
     second, _ = build(write(tmp_path / "d.jsonl", good), tokenizer, cache)
-    assert set(cache.iterdir()) == {stays, gone, first.folder, second.folder}
+    assert set(cache.iterdir()) == {stays, gone, theirs, first.folder, second.folder}
     assert not list(first.folder.glob(".*"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.nn.parallel import DistributedDataParallel
@@ -55,12 +56,24 @@ class Look(Callback):
 
     synced: bool | None = None
     asks: bool | None = None
+    collectives: set[str]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self.synced = trainer.strategy.model.broadcast_buffers
         # The instance's own, in place of the class's.
         self.asks = "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int) -> None:
+        if batch_idx == 2:  # with the second DDP tells the others of its buckets
+            self.profile = torch.profiler.profile().__enter__()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        if batch_idx == 2:
+            self.profile.__exit__(None, None, None)
+            self.collectives = {event.key for event in self.profile.key_averages() if event.key.startswith("c10d::")}
 
 
 @pytest.fixture
@@ -76,12 +89,12 @@ def test_a_group_of_one_drafter_trains_as_one_alone(embedded: FrozenTarget, worl
     for strategy, look in zip((ColocatedStrategy(embedded, layers), group), looks, strict=True):
         torch.manual_seed(0)
         module = DrafterModule(embedded_config().to_dict(), embedded.ends(), anchors=4)
-        rows = packed_rows([[(60, 8)]] * 4, 64)
+        rows = packed_rows([[(60, 8)]] * 6, 64)
         trainer = L.Trainer(
             accelerator="cpu",
             devices=1,
             strategy=strategy,
-            max_steps=2,
+            max_steps=3,
             callbacks=[look],
             logger=False,
             enable_checkpointing=False,
@@ -95,6 +108,23 @@ def test_a_group_of_one_drafter_trains_as_one_alone(embedded: FrozenTarget, worl
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert [look.synced for look in looks] == [None, False]  # embedding and head are sent to nobody
     assert [look.asks for look in looks] == [True, False]  # and no batch waits to hear of signals
+    assert [look.collectives for look in looks] == [set(), {"c10d::allreduce_"}]  # a barrier would wait for the device
+
+
+@pytest.mark.parametrize(
+    ("values", "reduce_op", "expected"),
+    [([1.0, 2.0], "mean", [1.0, 2.0]), ([3, 4], "sum", [3, 4]), ([5, 6], dist.ReduceOp.MAX, [5, 6]), ([7], "avg", [7])],
+)
+def test_sums_and_means_of_drafters(
+    embedded: FrozenTarget, world: World, values: list, reduce_op: object, expected: list
+) -> None:
+    """Of one; of more in test_same_run.py."""
+    group = DrafterGroupStrategy(world, torch.device("cpu"), embedded, LAYERS)
+    world.start_drafter_group(torch.device("cpu"), None)
+    tensor = torch.tensor(values)
+    assert group.reduce(tensor, reduce_op=reduce_op) is tensor  # type: ignore[arg-type]
+    assert tensor.tolist() == expected
+    assert group.reduce("no tensor") == "no tensor"
 
 
 def test_lightning_still_asks_all_ranks_for_a_signal_in_a_method_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import signal
@@ -85,6 +86,13 @@ def weights(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
 
 
+def validations(folder: Path) -> list[tuple[str, list[str]]]:
+    with open(folder / "csv" / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = sorted(name for name in rows[0] if name.startswith("val/"))
+    return [(row["step"], [row[name] for name in names]) for row in rows if row["val/loss"]]
+
+
 def test_a_slurm_job_that_is_stopped_again_and_again(shelf: Shelf) -> None:
     """In a validation, and while the drafter decodes; each time it is the same command, as of SLURM."""
     job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "drafter", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": "0"}
@@ -115,6 +123,8 @@ def test_a_slurm_job_that_is_stopped_again_and_again(shelf: Shelf) -> None:
     whole = shelf.folder / "whole"
     assert shelf.run(f"hydra.run.dir={whole}")[0] == 0
     assert all(torch.equal(value, weights(folder)[name]) for name, value in weights(whole).items())
+    assert validations(folder) == validations(whole)
+    assert [step for step, _ in validations(whole)] == ["1", "3"]
 
 
 def test_a_step_that_does_not_end_is_ended(shelf: Shelf) -> None:

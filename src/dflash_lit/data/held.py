@@ -7,11 +7,18 @@ import logging
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["held", "kernel", "remove_unheld"]
+__all__ = ["WRITER", "held", "kernel", "remove_left", "sign"]
+
+WRITER = ".writer"
+"""Which kernel's process writes a folder that is not whole."""
+
+_LEFT_S = 24 * 3600.0
+"""Where nothing has been written for so long nobody writes, on whatever host."""
 
 
 @contextmanager
@@ -57,10 +64,16 @@ def kernel() -> str:
         return platform.node()
 
 
-def remove_unheld(folder: Path) -> bool:
-    """Remove a folder unless another process holds it, or the file system has no locks that would tell.
+def sign(folder: Path) -> None:
+    """Say in a folder that is held which kernel's process writes there now."""
+    (folder / WRITER).write_text(kernel(), encoding="utf-8")
 
-    Some file systems of several hosts keep locks to each host (NFS by ``local_lock``, Lustre by ``localflock``, many of FUSE).
+
+def remove_left(folder: Path) -> bool:
+    """Remove a folder whose writer is gone: nobody holds it, and it was signed under this kernel or a day has passed since anything was written.
+
+    A lock says nothing of other hosts. Some file systems keep locks to each host (NFS by ``local_lock``, Lustre by ``localflock``,
+    many of FUSE), and some have none.
 
     Returns:
         Whether it was removed. Who waits for it sees that, and makes it anew.
@@ -70,12 +83,27 @@ def remove_unheld(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = _signed_here(folder)
+        except BlockingIOError:
+            return False
+        except OSError:  # no locks
+            ours = False
         if not os.path.samestat(os.fstat(handle), os.stat(folder)):  # renamed by who held it, and made anew
+            return False
+        if not ours and time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < _LEFT_S:
             return False
         shutil.rmtree(folder)
         return True
-    except OSError:
+    except OSError:  # it has just become whole
         return False
     finally:
         os.close(handle)
+
+
+def _signed_here(folder: Path) -> bool:
+    try:
+        return (folder / WRITER).read_bytes() == kernel().encode()
+    except FileNotFoundError:
+        return False

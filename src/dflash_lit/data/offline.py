@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dflash_lit.data.datamodule import EMPTY_ROW, RowDataset
-from dflash_lit.data.held import held, kernel, remove_unheld
+from dflash_lit.data.held import WRITER, held, remove_left, sign
 from dflash_lit.data.packing import Rows
 from dflash_lit.errors import UserError
 from dflash_lit.files import map_array, read_sealed, refuse_no_file, sealed
@@ -32,10 +31,6 @@ from dflash_lit.watching.counted import Counted
 __all__ = ["LocalSource", "StoredFeatures", "ensure_features", "offline_bytes", "offline_key", "write_features"]
 
 _META = "meta.json"
-# Which kernel's process writes a folder that is not whole.
-_WRITER = "writer"
-# Where nothing has been written for so long nobody writes, on whatever host.
-_LEFT_S = 24 * 3600.0
 # Part of the key: raise it whenever the meaning of a stored file changes.
 _FORMAT = 2
 # NumPy has no bfloat16: its bits are kept.
@@ -160,9 +155,9 @@ def write_features(
                         break
                     for left in made.iterdir():  # of a run that was killed
                         left.unlink()
-                    (made / _WRITER).write_text(kernel(), encoding="utf-8")
+                    sign(made)
                     _write(rows, made, with_features, rows_per_batch, report)
-                    (made / _WRITER).unlink()
+                    (made / WRITER).unlink()
                     os.replace(made, folder)
                 finally:
                     shutil.rmtree(made, ignore_errors=True)
@@ -201,16 +196,6 @@ def _write(
         arrays.popitem()[1].flush()  # type: ignore[attr-defined]
     meta = {"sums": sums, "dtype": str(dtype).removeprefix("torch.")}
     (made / _META).write_text(sealed(meta), encoding="utf-8")
-
-
-def _is_left(made: Path) -> bool:
-    """Whether nobody can be writing there, unless it is held: a lock of another host need not be seen here."""
-    try:
-        if (writer := made / _WRITER).is_file() and writer.read_text(encoding="utf-8") == kernel():
-            return True
-        return time.time() - max(path.stat().st_mtime for path in (made, *made.iterdir())) > _LEFT_S
-    except (OSError, ValueError):  # it has just become whole, or is none of ours
-        return False
 
 
 def _reserve(path: Path) -> None:
@@ -262,8 +247,7 @@ def ensure_features(
         console.print(f"  offline features are in {place}", highlight=False)
         return folders
     for left in place.glob(".*.partial"):  # of runs that were killed: nobody goes on with those
-        if _is_left(left):
-            remove_unheld(left)
+        remove_left(left)
     size = sum(offline_bytes(len(rows), rows.row_tokens, widths, target.dtype) for rows in missing.values())
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
     if size > min(free, limit_gib * 2**30):

@@ -26,7 +26,7 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lit.data.chat import ChatSettings, ChatTokenizer, Tokens
-from dflash_lit.data.held import held, remove_unheld
+from dflash_lit.data.held import held, remove_left, sign
 from dflash_lit.data.records import Columns, Record, check_record
 from dflash_lit.data.row_plan import Spans
 from dflash_lit.data.skips import Skip, SkipRecord, Skips
@@ -216,6 +216,7 @@ def build_store(
                 if (folder / "meta.json").is_file():  # made anew after the other had finished
                     partial.rmdir()
                     break
+                sign(partial)
                 write_whole(partial / _SOURCES, json.dumps([source.version for source in sources]))
                 _remove_superseded(partial)
                 skips = _tokenise(list(shards(sources)), tokenizer, settings, partial, workers, progress)
@@ -240,7 +241,7 @@ def _remove_superseded(partial: Path) -> None:
         except UserError:  # not known what of, or gone meanwhile
             continue
         if other != partial and isinstance(versions, list) and any(is_replaced(str(version)) for version in versions):
-            remove_unheld(other)
+            remove_left(other)
 
 
 def fingerprint(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: StoreSettings) -> str:

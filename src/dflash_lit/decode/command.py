@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.data.prompts import file_prompts, stdlib_prompts
@@ -23,9 +21,9 @@ from dflash_lit.decode.tables import depths_table, stages_table, tau_table
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter
-from dflash_lit.options import budgets, natural, temperature, whole
+from dflash_lit.options import budgets, device_of, natural, temperature, whole
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, TargetInfo
-from dflash_lit.watching.terminal import live_console
+from dflash_lit.watching.terminal import bars
 
 __all__ = ["add_options", "run"]
 
@@ -84,9 +82,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         prompts = file_prompts(args.prompts, info.tokenizer, max_prompt_tokens=args.prompt_tokens)[: args.count]
-    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
-    if args.device == "cuda" and device.type != "cuda":
-        raise UserError("--device cuda: torch sees no GPU here")
+    device = device_of(args.device)
     positions = int(getattr(info.text, "max_position_embeddings", 0) or 0)
     longest = max(len(prompt.input_ids) for prompt in prompts) + args.max_new_tokens + drafter.config.block_size
     if positions and longest > positions:
@@ -111,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
             target, drafter, longest_prompt=max(map(len, texts)), max_new_tokens=args.max_new_tokens, budgets=nodes
         )
     results: list[Acceptance] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=args.json or live_console() is None) as progress:
+    with bars(show=not args.json) as progress:
         for heat in args.temperature:
             results += sweep(
                 *sides,

@@ -273,13 +273,7 @@ def _needs(target: str, recipe: Recipe, *, gpu: bool, trust_remote_code: bool) -
         from dflash_lit.target.frozen import TargetInfo
 
         info = TargetInfo.load(target, trust_remote_code=trust_remote_code)
-        section = DrafterSection(
-            layers=recipe.layers,
-            features=recipe.features,
-            block_size=recipe.block_size,
-            intermediate_size=recipe.intermediate_size,
-        )
-        config = derive_drafter(section, info)
+        config = derive_drafter(DrafterSection(**recipe.drafter), info)
         with torch.device("meta"):  # sizes without memory
             model = AutoModelForCausalLM.from_config(info.config, trust_remote_code=trust_remote_code)
             drafter = Drafter(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_lit.doctor.finding import GIB, Finding, gib
 
@@ -28,6 +28,11 @@ class Recipe:
     row_tokens: int
     intermediate_size: int | None = None
     chunk_slots: int = 4096
+
+    @property
+    def drafter(self) -> dict[str, Any]:
+        """Keys of ``conf/drafter``."""
+        return {name: getattr(self, name) for name in ("layers", "features", "block_size", "intermediate_size")}
 
 
 SMALL = Recipe("drafter=small data=stdlib", 2, 3, 8, 32, 4, 256, intermediate_size=384)

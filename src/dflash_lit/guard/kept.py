@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +19,11 @@ class _Kept:
     step: optimizer steps done.
     tensors: copies, in the order of the live ones.
     state: of the optimizer by parameter's place; tensors are copies.
-    groups: of the optimizer, without parameters.
-    schedules: their state_dict.
     """
 
     step: int
     tensors: list[Tensor]
     state: dict[int, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    schedules: list[dict[str, Any]]
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -37,16 +32,17 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class KeptStates:
-    """The last two states of weights, optimizer and schedules. Copies are in line with the device's work; the host does not wait.
+    """The last two states of weights and optimizer. Copies are in line with the device's work; the host does not wait.
+
+    The learning rate is none of them: it belongs to the number of the step, which goes on.
 
     Args:
         tensors: parameters, and buffers that training changes.
         optimizer: over the parameters.
-        schedules: of learning rates.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], optimizer: Optimizer, schedules: Sequence[Any]) -> None:
-        self.tensors, self.optimizer, self.schedules = list(tensors), optimizer, list(schedules)
+    def __init__(self, tensors: Sequence[Tensor], optimizer: Optimizer) -> None:
+        self.tensors, self.optimizer = list(tensors), optimizer
         self._kept: list[_Kept] = []
 
     @property
@@ -67,8 +63,6 @@ class KeptStates:
                     for place, p in enumerate(self._parameters())
                     if p in self.optimizer.state
                 },
-                [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
-                [copy.deepcopy(schedule.state_dict()) for schedule in self.schedules],
             )
         )
 
@@ -95,9 +89,5 @@ class KeptStates:
                     live[name].copy_(value, non_blocking=True)
                 else:
                     live[name] = value
-        for group, kept in zip(self.optimizer.param_groups, chosen.groups, strict=True):
-            group.update(copy.deepcopy(kept))
-        for schedule, state in zip(self.schedules, chosen.schedules, strict=True):
-            schedule.load_state_dict(copy.deepcopy(state))
         self._kept = [kept for kept in self._kept if kept.step <= chosen.step]
         return chosen.step

@@ -100,13 +100,8 @@ def measure_sizes(target: str, recipe: Recipe, *, trust_remote_code: bool = Fals
     """
     config = _read_config(target, trust_remote_code)
     no_tokens: Any = SimpleNamespace(pad_token_id=None, eos_token_id=None, bos_token_id=None)
-    section = DrafterSection(
-        layers=recipe.layers,
-        features=recipe.features,
-        block_size=recipe.block_size,
-        intermediate_size=recipe.intermediate_size,
-        mask_token_id=0,  # any: the tokenizer would have to be fetched for the right one
-    )
+    # Any mask token: the tokenizer would have to be fetched for the right one.
+    section = DrafterSection(**recipe.drafter, mask_token_id=0)
     info = TargetInfo(target, config, no_tokens, trust_remote_code)
     drafter = derive_drafter(section, info)
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_lit.placement.agreement import Agreement
-from dflash_lit.placement.feature_loader import FeatureLoader, PrefetchingLoader
+from dflash_lit.placement.feature_loader import FeatureLoader, FeatureSource, PrefetchingLoader
 from dflash_lit.placement.layout import Transport
 from dflash_lit.placement.secret import ForgedError
 from dflash_lit.placement.signed_pickle import seal, unseal
@@ -63,7 +63,21 @@ class LocalTarget:
         return {**batch, "features": features, "last_hidden": last_hidden}
 
 
-class ColocatedStrategy(SingleDeviceStrategy):
+class _Featured:
+    """A strategy whose batches come with features, from its ``source``."""
+
+    source: FeatureSource
+
+    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See :meth:`LocalTarget.with_features`."""
+        return self.source.with_features(batch)
+
+    def process_dataloader(self, dataloader: object) -> FeatureLoader:
+        """Lightning's hook for every loader (training, validation, test, sanity check): attach the features here."""
+        return FeatureLoader(dataloader, self.source)
+
+
+class ColocatedStrategy(_Featured, SingleDeviceStrategy):
     """Target and drafter in one process on one device (a GPU or a CPU), the only one of the run.
 
     Args:
@@ -85,16 +99,8 @@ class ColocatedStrategy(SingleDeviceStrategy):
         self.target = target
         self.source = LocalTarget(target, layer_ids, teacher=teacher)
 
-    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See :meth:`LocalTarget.with_features`."""
-        return self.source.with_features(batch)
 
-    def process_dataloader(self, dataloader: object) -> FeatureLoader:
-        """Lightning's hook for every loader (training, validation, test, sanity check): attach the features here."""
-        return FeatureLoader(dataloader, self.source)
-
-
-class DrafterGroupStrategy(DDPStrategy):
+class DrafterGroupStrategy(_Featured, DDPStrategy):
     """Several drafters, data-parallel; each has a target in its own process.
 
     The Trainer's world is that of the drafters, and their processes exist already (:mod:`dflash_lit.placement.world`): Lightning
@@ -176,6 +182,17 @@ class DrafterGroupStrategy(DDPStrategy):
         dist.broadcast(body, src)
         return obj if mine else unseal(self._key, place, body.cpu().numpy().tobytes(), f"drafter {src}")
 
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
+        """Lightning's, without the barrier that it begins with: there the host would wait for the device in every step."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        mean = reduce_op in ("mean", "avg")
+        named = "sum" if mean or reduce_op is None else reduce_op
+        op = getattr(dist.ReduceOp, named.upper()) if isinstance(named, str) else named
+        dist.all_reduce(tensor, op, group)
+        # In place, whole numbers too, as Lightning does.
+        return tensor.copy_(tensor / dist.get_world_size(group)) if mean else tensor
+
     def agreement(self) -> Agreement:
         """For what all drafters have to decide alike at a step."""
         return Agreement(self.world)
@@ -187,14 +204,6 @@ class DrafterGroupStrategy(DDPStrategy):
         # Private: Lightning asks all ranks before every batch whether one got SIGTERM, and waits for the device to hear it. That
         # is callbacks/interrupt.py's here, which does not wait. tests/placement/test_strategy.py fails if it moves.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-    def with_features(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See :meth:`LocalTarget.with_features`."""
-        return self.source.with_features(batch)
-
-    def process_dataloader(self, dataloader: object) -> FeatureLoader:
-        """Lightning's hook for every loader (training, validation, test, sanity check): attach the features here."""
-        return FeatureLoader(dataloader, self.source)
 
 
 class SplitStrategy(DrafterGroupStrategy):

@@ -16,7 +16,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dflash_lit.errors import UserError
-from dflash_lit.options import natural, temperature, whole
+from dflash_lit.options import device_of, natural, temperature, whole
 from dflash_lit.responses.ask_server import ask_server
 from dflash_lit.responses.raw_prompts import RawPrompt, read_raw_prompts
 from dflash_lit.responses.record_file import RecordFile, dropped_path
@@ -141,14 +141,10 @@ def run(args: argparse.Namespace) -> int:
         if args.model is not None:
             raise UserError("--model: is for --server; a local target is named by --target")
         # Only here: a server is asked without them, from machines that may not have them, and seconds earlier.
-        import torch
-
         from dflash_lit.responses.ask_target import ask_target
         from dflash_lit.target.frozen import FrozenTarget, TargetInfo
 
-        device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
-        if args.device == "cuda" and device.type != "cuda":
-            raise UserError("--device cuda: torch sees no GPU here")
+        device = device_of(args.device)
         target = FrozenTarget.load(TargetInfo.load(args.target, trust_remote_code=args.trust_remote_code), device=device)
         settings |= {"target": target.fingerprint, "batch_size": args.batch_size}
 

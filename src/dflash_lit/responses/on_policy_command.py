@@ -8,17 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from dflash_lit.errors import UserError
-from dflash_lit.options import natural, temperature
+from dflash_lit.options import device_of, natural, temperature
 from dflash_lit.responses.on_policy import PolicyCheck, check_policy
 from dflash_lit.responses.read_records import sample_documents
 from dflash_lit.responses.record_file import settings_path
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
-from dflash_lit.watching.terminal import live_console
+from dflash_lit.watching.terminal import bars
 
 __all__ = ["add_options", "run"]
 
@@ -50,14 +46,11 @@ def run(args: argparse.Namespace) -> int:
     """1 if a file is clearly off-policy, else 0."""
     if not args.threshold > 0:
         raise UserError(f"--threshold {args.threshold}: must be above 0")
-    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
-    if args.device == "cuda" and device.type != "cuda":
-        raise UserError("--device cuda: torch sees no GPU here")
+    device = device_of(args.device)
     target = FrozenTarget.load(TargetInfo.load(args.target, trust_remote_code=args.trust_remote_code), device=device)
     positions = int(getattr(target.info.text, "max_position_embeddings", 0) or args.row_tokens)
     checks: dict[str, PolicyCheck] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=args.json or live_console() is None) as progress:
+    with bars(show=not args.json) as progress:
         for file in args.files:
             settings = _settings(Path(file))
             template = (settings.get("extra_body") or {}).get("chat_template_kwargs") or {}

@@ -7,11 +7,12 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["line_and_bar", "live_console"]
+__all__ = ["bars", "line_and_bar", "live_console"]
 
 _LEAST, _MOST = 10, 40
 """Columns of a bar."""
@@ -22,6 +23,12 @@ def live_console() -> Console | None:
     console = Console(stderr=True)
     # FORCE_COLOR makes a terminal of any file for rich, so the file itself is asked.
     return console if sys.stderr.isatty() and not console.is_dumb_terminal and not os.environ.get("CI") else None
+
+
+def bars(*, show: bool) -> Progress:
+    """A bar for each task, with what is done and the time left; in a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not show or live_console() is None)
 
 
 def line_and_bar(line: str, done: int, total: int, width: int, instead: str = "") -> Table:
