@@ -259,6 +259,14 @@ DAMAGES: dict[str, tuple[Change, list[str]]] = {
     "one layer, no list": (change_config(own__target_layer_ids=1), ["config.json", "target_layer_ids"]),
     "no rope": (change_config(rope_parameters=..., rope_theta=...), ["config.json", "rope_theta"]),
     "rope without theta": (change_config(rope_parameters={"rope_type": "default"}), ["config.json", "rope_theta"]),
+    "rope that turns too fast": (
+        change_config(rope_parameters={"rope_type": "default", "rope_theta": 1e-300}),
+        ["config.json", "rope_theta=1e-300"],
+    ),
+    "rope of an impossible factor": (
+        change_config(rope_parameters={"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}),
+        ["rope_parameters", "'linear'", "not finite"],
+    ),
     "mask token outside": (change_config(own__mask_token_id=64), ["config.json", "mask_token_id=64"]),
     "other layers": (change_config(layer_types=["linear_attention"] * 2), ["config.json", "linear_attention"]),
     "no window": (change_config(layer_types=["sliding_attention"] * 2), ["config.json", "sliding_window"]),

@@ -122,8 +122,9 @@ class DrafterConfig:
         if "rope_theta" not in self.rope_parameters:
             raise UserError("drafter.rope_parameters: rope_theta is missing; give the target's")
         theta = self.rope_parameters["rope_theta"]
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
-            raise UserError(f"drafter.rope_parameters: rope_theta={theta!r} is no positive number; give the target's")
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 <= theta < 1e30:
+            # Less would turn faster than once a token, until its angles are beyond what a float holds.
+            raise UserError(f"drafter.rope_parameters: rope_theta={theta!r} is no number in 1..1e30; give the target's")
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim={self.head_dim}: rotary embedding needs an even number")
 
