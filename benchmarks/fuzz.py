@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import sys
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -71,7 +73,8 @@ def fuzz(
             began, tally = time.monotonic(), counted.setdefault(area.name, Counter())
             for number in range(_counts(names, cases)[area.name]) if only is None else [only]:
                 folder = scratch / "now"
-                result = judge(area, f"{area.name}:{seed}:{number}", folder)
+                give_up = partial(_give_up, area.name, seed, number, scratch)
+                result = judge(area, f"{area.name}:{seed}:{number}", folder, give_up)
                 _remove(folder)
                 tally[result.kind] += 1
                 if show or result.kind == "unexplained":
@@ -81,6 +84,13 @@ def fuzz(
         resource.setrlimit(resource.RLIMIT_DATA, limits)
         shutil.rmtree(scratch, ignore_errors=True)
     return counted
+
+
+def _give_up(area: str, seed: int, number: int, scratch: Path, result: Result) -> None:
+    """Name the case that hangs where no exception reaches it, and end everything."""
+    print(_line(area, seed, number, result), file=sys.__stdout__, flush=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(1)
 
 
 def _remove(folder: Path) -> None:

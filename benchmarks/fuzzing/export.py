@@ -219,8 +219,7 @@ def _as_written(found: Drafter, place: Path) -> None:
     config = found.config
     told = {**said, "mask_token_id": own["mask_token_id"], "block_size": own.get("block_size", said.get("block_size"))}
     told["target_layer_ids"] = tuple(own["target_layer_ids"])
-    told["target_fingerprint"] = own.get("target_fingerprint", "")
-    for name, default in {"causal": False}.items():
+    for name, default in {"causal": False, "target_fingerprint": ""}.items():
         told[name] = default if own.get(name) is None else own[name]  # null is what others write for "not set"
     if not config.slides:
         told["layer_types"], told["sliding_window"] = (), None
