@@ -38,7 +38,7 @@ def read_json(path: Path, advice: str) -> Any:
     """What a JSON file holds.
 
     Args:
-        advice: what to give instead of a file that cannot be read.
+        advice: what to give, or do, instead of a file that cannot be read or is not JSON.
 
     Raises:
         UserError: naming the file.
@@ -49,7 +49,7 @@ def read_json(path: Path, advice: str) -> Any:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not JSON ({error})") from error
+        raise UserError(f"{path}: is not JSON ({error}); {advice}") from error
 
 
 def file_digest(path: str | Path) -> str:
