@@ -10,10 +10,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from dflash_lit import pictures
 from dflash_lit.errors import UserError
+from dflash_lit.pictures import save_picture
 from dflash_lit.report import closing_table, load_metrics, main, write_report
 from dflash_lit.report_page import decoded_taus
 
@@ -189,6 +191,15 @@ def test_the_same_run_gives_the_same_bytes(run_folder: Path, html: str, monkeypa
     assert main([str(run_folder)]) == 0
     assert (run_folder / "report.html").read_text(encoding="utf-8") == html
     assert not list(run_folder.glob(".report*"))  # the temporary file went away
+
+
+def test_pictures_do_not_ask_the_environment_for_a_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    for name in ("a.svg", "a.png"):
+        save_picture(Figure(), tmp_path / name, dpi=50)
+        assert (tmp_path / name).stat().st_size > 0
+    with pytest.raises(UserError, match=r"--draw .*a\.doc: cannot write the picture .*name another \.png"):
+        save_picture(Figure(), tmp_path / "a.doc", dpi=50, option="--draw ")
 
 
 def test_a_users_matplotlib_settings_do_not_matter(run_folder: Path, html: str) -> None:
