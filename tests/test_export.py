@@ -349,8 +349,18 @@ def test_checkpoints_that_cannot_be_used(tmp_path: Path) -> None:
     good = checkpoint(tmp_path / "good.ckpt", drafter.config, drafter)
     (tmp_path / "short.ckpt").write_bytes(good.read_bytes()[:5000])
     checkpoint(tmp_path / "other.ckpt", drafter_config(num_hidden_layers=3), drafter)
+    checkpoint(tmp_path / "wide.ckpt", drafter_config(hidden_size=2**20), drafter)
+    checkpoint(tmp_path / "odd.ckpt", drafter_config(rope_parameters={"rope_type": "odd", "rope_theta": 1e4}), drafter)
     torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
-    for name, word in {"none": "no such", "short": "damaged", "other": "do not fit", "foreign": "not a checkpoint"}.items():
+    wrong = {
+        "none": "no such",
+        "short": "damaged",
+        "other": "do not fit",
+        "wide": r"do not fit its settings \(drafter\.",  # and nothing of that size is made
+        "odd": "rope_type 'odd'",
+        "foreign": "not a checkpoint",
+    }
+    for name, word in wrong.items():
         with pytest.raises(UserError, match=word) as caught:
             drafter_from_checkpoint(tmp_path / f"{name}.ckpt")
         assert f"{name}.ckpt" in str(caught.value)

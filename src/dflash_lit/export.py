@@ -325,6 +325,23 @@ def drafter_of(saved: dict[str, Any], path: str | Path) -> Drafter:
             raise UserError(f"{path}: {prefix}{name} has the layout {value.layout}; use another checkpoint")
         if not bool(value.isfinite().all()):
             raise UserError(f"{path}: {prefix}{name} has values that are not finite; use another checkpoint")
+    for number in range(config.num_hidden_layers):
+        if (name := f"layers.{number}.self_attn.q_proj.weight") not in weights:
+            raise UserError(f"{path}: its weights do not fit its settings ({prefix}{name} is missing); use another checkpoint")
+    try:
+        with torch.device("meta"):  # before anything of these sizes is made
+            expected = {name: value.shape for name, value in Drafter(config).state_dict().items()}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except (RuntimeError, TypeError, OverflowError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(f"{path}: its sizes cannot be those of a model ({reason}); use another checkpoint") from error
+    for name in sorted(expected.keys() & weights.keys()):
+        if weights[name].shape != expected[name]:
+            found, wanted = list(weights[name].shape), list(expected[name])
+            raise UserError(
+                f"{path}: its weights do not fit its settings ({prefix}{name} has shape {found}, not {wanted}); use another checkpoint"
+            )
     drafter = Drafter(config)
     try:
         drafter.load_state_dict(weights)
