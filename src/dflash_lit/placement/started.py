@@ -105,6 +105,8 @@ def how_started() -> Started:
             raise UserError(f"{name}={env[name]!r} in the environment: must be a whole number") from None
 
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), number("MASTER_PORT", 0)
+    if not 0 <= port < 2**16:
+        raise UserError(f"MASTER_PORT={port} in the environment: must lie in 0..65535")
     if _REJOIN in env:
         if (local := number(_REJOIN, 0)) < 1 or not port:
             raise UserError(
