@@ -84,7 +84,7 @@ def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def groups_explained(words: Sequence[str]) -> Iterator[None]:
-    """Around composing a config: what Hydra and OmegaConf have bare ValueErrors for is named: a group that is set to null, a list's key.
+    """Around composing a config: what Hydra and OmegaConf have bare errors for is named: a group that is set to null, a list's key.
 
     Args:
         words: of the command line.
@@ -94,6 +94,13 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
     """
     try:
         yield
+    except AssertionError as error:  # OmegaConf's own, of a key below a list that is not set
+        if not _raised_in(error, "omegaconf"):
+            raise
+        named = " ".join(word for word in words if "." in word.partition("=")[0]) or " ".join(words)
+        raise UserError(
+            f"{named}: there is nothing that could have such an entry; give the whole value, such as [1,2]"
+        ) from None
     except ValueError as error:
         key = re.fullmatch(r"invalid literal for int\(\) with base 10: '(.*)'", str(error))
         if str(error).startswith("Config group override must be"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -95,9 +95,12 @@ def _positive(section: str, values: object, *names: str) -> None:
 
 
 def _no_giants(values: object, place: str = "") -> None:
-    """No whole number that tensors cannot hold."""
+    """No whole number that tensors cannot hold, and no section where a value belongs, as an interpolation may put there."""
+    kinds = get_type_hints(type(values))
     for field in fields(values):  # type: ignore[arg-type]
         name, value = f"{place}{field.name}", getattr(values, field.name)
+        if is_dataclass(value) and not is_dataclass(kinds[field.name]):
+            raise UserError(f"{name}: is a whole section of the config; name one of its values, such as ${{seed}}")
         if is_dataclass(value):
             _no_giants(value, f"{name}.")
         for one in value if isinstance(value, list | tuple) else [value]:

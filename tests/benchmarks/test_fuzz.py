@@ -17,11 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import fuzz as script
 from fuzzing.case import Case, Wrong, judge
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from dflash_lit.commands import groups_explained, one_line
+from dflash_lit.config import register
 from dflash_lit.data.prompts import file_prompts
 from dflash_lit.data.sources import find_sources
 from dflash_lit.errors import Interrupted, UserError, stop_within
@@ -147,6 +149,17 @@ def test_a_group_that_is_null_is_named() -> None:
         raise ValueError("Config group override must be a string or a list. Got NoneType")
     with pytest.raises(ValueError, match="another"), groups_explained([]):
         raise ValueError("another")
+
+
+def test_a_name_below_a_list_that_is_not_set_is_named() -> None:
+    register()
+    words = ["seed=1", "+drafter.target_layer_ids.more=auto"]
+    with (
+        pytest.raises(UserError, match=r"^\+drafter\.target_layer_ids\.more=auto: there is nothing that could have"),
+        groups_explained(words),
+        initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
+    ):
+        compose("train", overrides=words)
 
 
 def test_a_name_inside_a_list_is_named() -> None:
