@@ -6,7 +6,6 @@ import argparse
 import os
 import random
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,6 @@ from dflash_lit.errors import Interrupted, UserError
 __all__ = ["Area", "Case", "Result", "Wrong", "judge"]
 
 _MARK = "keep"
-_AFTER_S = 10.0
-"""A signal ends nothing inside of a library that begins anew after one; so long after the limit the case is given up."""
 
 
 class Wrong(Exception):  # noqa: N818 - a verdict
@@ -81,19 +78,15 @@ class _TooLong(BaseException):
 
 
 @contextmanager
-def _limited(seconds: float, give_up: Callable[[], object]) -> Iterator[None]:
+def _limited(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: object) -> None:
         raise _TooLong
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    last = threading.Timer(seconds + _AFTER_S, give_up)
-    last.daemon = True
-    last.start()
     try:
         yield
     finally:
-        last.cancel()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -110,13 +103,13 @@ def _listing(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def judge(area: Area, seed: str, folder: Path, give_up: Callable[[Result], object] = lambda result: None) -> Result:
+def judge(area: Area, seed: str, folder: Path, begins: Callable[[Case], object] = lambda case: None) -> Result:
     """Make the case of ``seed``, do it, and say how it came out.
 
     Everything that the case changes in its folder or in the working folder (one beside it) without leave is found.
 
     Args:
-        give_up: called, in a thread, with the result of a case that no signal ends; has to end the process.
+        begins: told what is done next.
     """
     rng = random.Random(seed)
     inside, elsewhere = folder / "case", folder / "working"
@@ -128,7 +121,8 @@ def judge(area: Area, seed: str, folder: Path, give_up: Callable[[Result], objec
     here, variables = Path.cwd(), dict(os.environ)
     os.chdir(elsewhere)
     try:
-        result = _done(case, give_up)
+        begins(case)
+        result = _done(case)
     finally:
         os.chdir(here)
         os.environ.clear()
@@ -142,12 +136,11 @@ def judge(area: Area, seed: str, folder: Path, give_up: Callable[[Result], objec
     return result
 
 
-def _done(case: Case, give_up: Callable[[Result], object]) -> Result:
+def _done(case: Case) -> Result:
     said = StringIO()
-    endless = Result("unexplained", case.about, f"not over after {case.limit_s:g} s, and no signal ends it")
     try:
         with (
-            _limited(case.limit_s, lambda: give_up(endless)),
+            _limited(case.limit_s),
             warnings.catch_warnings(),
             redirect_stderr(said),
             redirect_stdout(StringIO()),
