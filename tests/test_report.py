@@ -222,7 +222,7 @@ def test_a_run_without_measurements_gives_a_short_page_and_no_numbers(tmp_path: 
     assert not re.search(r"\d\.\d", body.replace("T=0.7", "").replace("temperature 0.7", ""))
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "3.4", True])
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), 10**400, "3.4", True])
 def test_what_is_no_finite_number_is_not_measured(tmp_path: Path, value: object) -> None:
     summary = dict.fromkeys(SUMMARY, value) | {"samples": None, "phases": None}
     text = Page(write_report(tmp_path / "report.html", summary, {}).read_text()).text
@@ -322,6 +322,9 @@ def test_closing_table_of_an_unfinished_run_says_not_measured() -> None:
         (lambda run: (run / "summary.json").unlink(), "summary.json: cannot be read"),
         (lambda run: (run / "summary.json").write_text("{"), "summary.json: not JSON"),
         (lambda run: (run / "summary.json").write_text("[1]"), "summary.json: holds a list"),
+        (lambda run: (run / "summary.json").write_text("[" * 100_000), "summary.json: not JSON"),
+        (lambda run: (run / "csv" / "metrics.csv").write_text("oid sha256:0\nsize 9\n"), "metrics.csv: has no column 'step'"),
+        (lambda run: (run / "csv" / "metrics.csv").write_text('step,"' + "x" * 200_000), "metrics.csv: cannot be read"),
         (lambda run: (run / "csv" / "metrics.csv").unlink(), "metrics.csv: no such file"),
     ],
 )
