@@ -238,6 +238,11 @@ def test_a_run_that_had_ended_when_its_job_was_requeued(
     (folder / "summary.json").touch()
     assert _or_again(composed, run) is None
     assert "this run has ended before SLURM started the job again" in capsys.readouterr().err
+    note = next((tmp_path / ".slurm").iterdir())
+    for torn in ("", "\0" * 20, "outputs/one", "\ufefffolder"):  # as a host that lost its power leaves it
+        note.write_text(torn)
+        with pytest.raises(UserError, match=rf"{note.name}: holds no folder of a run; name this job's with hydra\.run\.dir"):
+            run_folder("new")
     in_job.setattr("sys.argv", ["train.py", "seed=2"])  # another run of the same script
     assert run_folder("new") == str(tmp_path / "new")
 
