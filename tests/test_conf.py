@@ -209,6 +209,10 @@ def test_a_warm_start_may_add_a_path_head_and_nothing_else(embedded: FrozenTarge
         assert ("path_head.out_proj.weight" in state) == (ours > 0)
         if ours and not theirs:
             assert (state["path_head.out_proj.weight"] == 0).all()  # decodes as before
+    with pytest.raises(UserError, match=r"init_from: that drafter has intermediate_size=\d+, this run 96; set them equal"):
+        planned("drafter.intermediate_size=96", f"drafter.init_from={folders[0]}")
+    with pytest.raises(UserError, match=r"^drafter\.init_from: .*config\.json: cannot be read"):
+        planned(f"drafter.init_from={tmp_path}")
     for ours, theirs in ((0, 16), (8, 16)):
         with pytest.raises(UserError, match=rf"init_from: that drafter has path_width={theirs}, this run {ours}"):
             planned(f"drafter.path_width={ours}", f"drafter.init_from={folders[theirs]}")
@@ -263,8 +267,9 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("drafter.block_size=1", r"drafter\.block_size=1"),
     ("drafter.layers=0", r"drafter\.layers=0"),
     ("drafter.sliding_window=99999999999999999999", r"drafter\.sliding_window=9+: lies beyond 64 bits"),
-    ("optimizer.betas=${trainer}", r"optimizer\.betas: is a whole section of the config"),
-    ("drafter.rope_parameters=${optimizer}", r"drafter\.rope_parameters: is a whole section of the config"),
+    ("optimizer.betas=${trainer}", r"optimizer\.betas: is a whole section of the config; give a list"),
+    ("evaluation.temperatures=${seed}", r"evaluation\.temperatures: is 0; give a list"),
+    ("drafter.rope_parameters=${optimizer}", r"drafter\.rope_parameters: is a whole section of the config; give a dict"),
     ("drafter.features=4294967296", r"drafter\.features=4294967296: a target of 6 layers offers at most 3"),
     ("drafter.initializer_range=1e30", r"drafter\.initializer_range=1e\+30: must be at most 1"),
     ("evaluation.budgets=[16,99999999999999999999]", r"evaluation\.budgets=9+: lies beyond 64 bits"),
