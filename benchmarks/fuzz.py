@@ -30,7 +30,17 @@ from fuzzing.case import Area, Case, Result, judge
 
 __all__ = ["AREAS", "fuzz", "main"]
 
-AREAS = {"config": 4, "data": 20, "store": 16, "export": 16, "target": 8, "checkpoint": 12, "environment": 4, "signals": 1}
+AREAS = {
+    "config": 4,
+    "data": 20,
+    "store": 16,
+    "export": 16,
+    "target": 4,
+    "run": 8,
+    "checkpoint": 12,
+    "environment": 4,
+    "signals": 1,
+}
 """Each is a module of :mod:`fuzzing`; its share of the cases."""
 
 _MEMORY = 6 * 2**30

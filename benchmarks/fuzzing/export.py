@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.export import load_drafter, save_drafter
-from fuzzing.case import Case, Wrong
+from fuzzing.case import Case, Wrong, logged
 from fuzzing.damage import bytes_damaged, dumped, entry_damaged, json_damaged
 
 __all__ = ["Fuzzed"]
@@ -190,16 +188,8 @@ class Fuzzed:
 
 def _loaded(place: Path) -> tuple[Drafter, str]:
     """The drafter, and what was logged."""
-    said = StringIO()
-    handler, log = logging.StreamHandler(said), logging.getLogger("dflash_lit.export")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with logged("dflash_lit.export") as said:
         return load_drafter(place), said.getvalue()
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 def _as_files(found: Drafter, place: Path) -> None:
