@@ -202,6 +202,9 @@ def test_damaged_files_of_jobs_are_told_of(sweep: Path) -> None:
     (second.folder / "summary.json").write_text("[" * 99_999)
     third = read_sweep(sweep).best
     assert third is not None
+    (third.folder / ".hydra" / "config.yaml").write_text("<!DOCTYPE html>\n")
+    with pytest.raises(UserError, match=r"config\.yaml: is no config of a run \(Key '<!DOCTYPE html>' not in 'TrainConfig'"):
+        sweep_report(sweep)
     (third.folder / ".hydra" / "config.yaml").write_text("a: [\nb: }\n")
     with pytest.raises(UserError, match=r"config\.yaml: cannot be read \(while parsing") as caught:
         sweep_report(sweep)

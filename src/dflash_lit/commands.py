@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.stopping import PREEMPTS, stopping
@@ -84,7 +85,9 @@ def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def groups_explained(words: Sequence[str]) -> Iterator[None]:
-    """Around composing a config: what Hydra and OmegaConf have bare errors for is named: a group that is set to null, a list's key.
+    """Around composing a config: what Hydra and OmegaConf have bare errors for is named.
+
+    A group that is set to null, a list's key, a file that is not YAML.
 
     Args:
         words: of the command line.
@@ -94,6 +97,15 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
     """
     try:
         yield
+    except (YAMLError, UnicodeDecodeError, RecursionError) as error:
+        if (file := _config_file(error)) is None:
+            raise
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        said = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{file}{line}: is not YAML ({said}); correct it, or take the file from where it came from again"
+        ) from None
     except AssertionError as error:  # OmegaConf's own, of a key below a list that is not set
         if not _raised_in(error, "omegaconf"):
             raise
@@ -102,6 +114,10 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
             f"{named}: there is nothing that could have such an entry; give the whole value, such as [1,2]"
         ) from None
     except ValueError as error:
+        if str(error).startswith("Unsupported type in defaults"):
+            raise UserError(
+                f"defaults: the list of that name in a config file has an entry that is none ({error}); correct it"
+            ) from None
         key = re.fullmatch(r"invalid literal for int\(\) with base 10: '(.*)'", str(error))
         if str(error).startswith("Config group override must be"):
             named = " ".join(word for word in words if word.endswith(("=null", "=None", "="))) or " ".join(words)
@@ -115,6 +131,15 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
 def _raised_in(error: BaseException, package: str) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).partition(".")[0] == package
+
+
+def _config_file(error: Exception) -> str | None:
+    """The file that Hydra was reading."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        place = (frame.f_globals.get("__name__"), frame.f_code.co_name)
+        if place == ("hydra._internal.core_plugins.file_config_source", "load_config"):
+            return str(frame.f_locals.get("full_path"))
+    return None
 
 
 def _makes_folder(error: OSError) -> bool:

@@ -151,6 +151,26 @@ def test_a_group_that_is_null_is_named() -> None:
         raise ValueError("another")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"seed: 1\n  more: 2\n", r"train\.yaml:2: is not YAML \(mapping values are not allowed here\)"),
+        (b"seed: 1\0\n", r"train\.yaml: is not YAML"),
+        (b"seed: \xff\n", r"train\.yaml: is not YAML .*invalid start byte"),
+        (b"a: " + b"[" * 5000, r"train\.yaml: is not YAML"),
+        (b"defaults:\n  - \n", r"defaults: the list of that name in a config file"),
+    ],
+)
+def test_a_config_file_that_is_not_yaml_is_named(tmp_path: Path, text: bytes, says: str) -> None:
+    (tmp_path / "train.yaml").write_bytes(text)
+    with (
+        pytest.raises(UserError, match=says),
+        groups_explained([]),
+        initialize_config_dir(str(tmp_path), version_base="1.3"),
+    ):
+        compose("train")
+
+
 def test_a_name_below_a_list_that_is_not_set_is_named() -> None:
     register()
     words = ["seed=1", "+drafter.target_layer_ids.more=auto"]

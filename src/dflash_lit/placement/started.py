@@ -126,7 +126,7 @@ def how_started() -> Started:
             place = (slurm.node_rank(), slurm.local_rank(), slurm.main_address, slurm.main_port)
         except KeyError as error:
             raise UserError(f"{error.args[0]} is not in the environment, as for SLURM's tasks it is: start with srun") from None
-        except RuntimeError as error:  # without --ntasks-per-node
+        except (RuntimeError, ValueError) as error:  # without --ntasks-per-node, or with words where numbers belong
             raise UserError(f"SLURM: {error}") from error
         host, local, address, port = place
         processes, per_host = number("SLURM_NTASKS", 1), number("SLURM_NTASKS_PER_NODE", 1)
