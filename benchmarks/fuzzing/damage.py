@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bytes_damaged", "dumped", "entry_damaged", "json_damaged", "odd_value", "text_edited", "torn"]
+__all__ = ["bytes_damaged", "dumped", "entry_damaged", "file_damaged", "json_damaged", "odd_value", "text_edited", "torn"]
 
 _ODD: tuple[Callable[[random.Random], Any], ...] = (
     lambda rng: None,
@@ -180,6 +180,19 @@ def _line_less(text: str, rng: random.Random) -> str:
     lines = text.splitlines(keepends=True)
     del lines[rng.randrange(len(lines))]
     return "".join(lines)
+
+
+def file_damaged(data: bytes, rng: random.Random, *, text: bool = True, gentle: bool = False) -> tuple[bytes, str]:
+    """One of the ways above in which the bytes of a file go wrong.
+
+    Args:
+        text: whether people edit it.
+        gentle: of :func:`bytes_damaged`.
+    """
+    draw = rng.random()
+    if text and draw < 0.25:
+        return text_edited(data, rng)
+    return torn(data, rng) if draw < 0.45 else bytes_damaged(data, rng, gentle=gentle)
 
 
 def entry_damaged(path: Path, rng: random.Random) -> str:

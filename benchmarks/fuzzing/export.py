@@ -15,7 +15,7 @@ from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.export import load_drafter, save_drafter
 from fuzzing.case import Case, Wrong, logged
-from fuzzing.damage import bytes_damaged, dumped, entry_damaged, json_damaged
+from fuzzing.damage import dumped, entry_damaged, file_damaged, json_damaged
 
 __all__ = ["Fuzzed"]
 
@@ -82,12 +82,12 @@ class Fuzzed:
         verdict = check
         match rng.randrange(10):
             case 0 | 1 | 2:
-                data, about = bytes_damaged(file.read_bytes(), rng, gentle=rng.random() < 0.7)
+                data, about = file_damaged(file.read_bytes(), rng, text=False, gentle=rng.random() < 0.7)
                 file.write_bytes(data)
                 about = f"{file.name}: {about}"
             case 3:
                 config = place / "config.json"
-                data, about = bytes_damaged(config.read_bytes(), rng, gentle=rng.random() < 0.7)
+                data, about = file_damaged(config.read_bytes(), rng, gentle=rng.random() < 0.7)
                 config.write_bytes(data)
                 about, verdict = f"config.json: {about}", edited
             case 4 | 5:

@@ -18,7 +18,7 @@ from dflash_lit.data.row_plan import plan_rows
 from dflash_lit.data.store import DocumentStore, StoreSettings, build_store
 from dflash_lit.data.stored_rows import StoredRows, load_rows
 from fuzzing.case import Case, Wrong
-from fuzzing.damage import bytes_damaged, dumped, entry_damaged, json_damaged
+from fuzzing.damage import dumped, entry_damaged, file_damaged, json_damaged
 from fuzzing.data import tokenizer_with_template
 
 __all__ = ["Fuzzed"]
@@ -77,7 +77,7 @@ class Fuzzed:
             value, about = json_damaged(json.loads(file.read_text()), rng)
             file.write_bytes(dumped(value))
         else:
-            data, about = bytes_damaged(file.read_bytes(), rng, gentle=rng.random() < 0.5)
+            data, about = file_damaged(file.read_bytes(), rng, text=file.suffix in ("", ".json"), gentle=rng.random() < 0.5)
             file.write_bytes(data)
         return f"{file.relative_to(place)}: {about}"
 
