@@ -231,6 +231,7 @@ def test_a_missing_tensor_is_not_made_up(folder: Path, tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"layer_types": ["full_attention", None, *["full_attention"] * 4]}, "no usable model there .*'layer_types'"),
+        ({"hidden_size": -256}, "its config has hidden_size=-256"),
         ({"max_position_embeddings": "many"}, "no usable model there .*'max_position_embeddings'"),
         ({"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}, r"hold 'model\.layers\.5\..*num_hidden_layers=5"),
         (
@@ -277,6 +278,14 @@ def test_a_generation_config_that_cannot_be_read_is_not_left_out(folder: Path, t
     (made / "generation_config.json").write_text(text)
     with pytest.raises(UserError, match=says):
         FrozenTarget.load(TargetInfo.load(str(made)))
+
+
+def test_a_tokenizer_that_cannot_be_used_is_one_line(folder: Path, tmp_path: Path) -> None:
+    made = rewrite(folder, tmp_path)
+    settings = json.loads((made / "tokenizer_config.json").read_text())
+    (made / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "long"}))
+    with pytest.raises(UserError, match=r"target\.path=.*its tokenizer cannot be used"):
+        TargetInfo.load(str(made))
 
 
 def test_a_pipe_in_a_targets_folder_is_not_waited_for(folder: Path, tmp_path: Path) -> None:

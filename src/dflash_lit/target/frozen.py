@@ -63,6 +63,8 @@ _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("_scale", "_scale_inv", ".scales", ".absmax")
 """How names of tensors end that say what quantised weights stand for."""
 
+_SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
+
 _UNSUPPORTED_SCALES = ("final_logit_softcapping", "embedding_multiplier", "logits_scaling", "logit_scale")
 
 # Layers that see what a mask lets them see. "attention" is an older name.
@@ -124,9 +126,19 @@ class TargetInfo:
                 f"target.path={path!r}: no usable model there ({_reason(error)}); give a folder in Hugging Face layout, "
                 f"a name on a reachable hub, or {EMBEDDED!r}"
             ) from error
-        if not tokenizer("a")["input_ids"]:  # Transformers makes an empty one up where the files are missing
+        try:
+            empty = not tokenizer("a")["input_ids"]  # Transformers makes an empty one up where the files are missing
+        except Exception as error:  # whatever a wrong field leads to
+            raise UserError(f"target.path={path!r}: its tokenizer cannot be used ({_reason(error)}); fetch it again") from error
+        if empty:
             raise UserError(f"target.path={path!r}: has no tokenizer; its files belong into the same folder")
         text = config.get_text_config()
+        for name in _SIZES:
+            value = getattr(text, name, 1)
+            if value is not None and (type(value) is not int or not 0 < value < 2**31):
+                raise UserError(
+                    f"target.path={path!r}: its config has {name}={str(value)[:60]}; correct it, or fetch the model again"
+                )
         for name in _UNSUPPORTED_SCALES:
             if getattr(text, name, None) not in (None, 1, 1.0):
                 raise UserError(
