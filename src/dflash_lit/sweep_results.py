@@ -136,9 +136,7 @@ def read_sweep(folder: str | Path) -> Sweep:
     folder = Path(folder)
     jobs = tuple(_job(path) for path in _job_folders(folder))
     if not jobs:
-        raise UserError(
-            f"{folder}: holds no jobs of a sweep (folders with .hydra/overrides.yaml); give what hydra.sweep.dir was"
-        )
+        raise UserError(f"{folder}: holds no jobs of a sweep (folders with .hydra in them); give what hydra.sweep.dir was")
     asked = next((metric for job in jobs if (metric := _asked_metric(job.folder))), None)
     found = next((m for m in DEFAULT_METRICS if any(job.value(m) is not None for job in jobs)), DEFAULT_METRICS[0])
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
@@ -177,7 +175,7 @@ def _job(folder: Path) -> SweepJob:
 
 
 def _job_folders(folder: Path) -> list[Path]:
-    found = [path.parent.parent for path in folder.glob("*/.hydra/overrides.yaml")]
+    found = [path.parent for path in folder.glob("*/.hydra") if path.is_dir()]
     return sorted(found, key=lambda path: (int(path.name) if path.name.isdecimal() else math.inf, path.name))
 
 

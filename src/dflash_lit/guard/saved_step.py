@@ -101,6 +101,11 @@ def read_step(folder: str | Path) -> SavedStep:
     for name, kind in kinds.items():
         if not isinstance(facts.get(name), kind):
             raise UserError(f"{path}: field {name!r} is missing or cannot be {facts.get(name)!r}")
+    texts, numbers = facts.get("found", []), [facts.get("losses", {}), facts.get("gradient_norms", {})]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{path}: field 'found' is no list of texts; copy the step again")
+    if not all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in numbers):
+        raise UserError(f"{path}: field 'losses' or 'gradient_norms' has something that is no number; copy the step again")
     weights = _tensors(folder / _WEIGHTS)
     batches = []
     for rank in range(int(facts["drafters"])):
@@ -116,6 +121,15 @@ def read_step(folder: str | Path) -> SavedStep:
                 raise UserError(f"{file}: batch {place} has no {sorted(missing)[0]!r}")
         batches.append([of_rank[place] for place in sorted(of_rank)])
     return SavedStep(folder, facts, weights, batches)
+
+
+def _is_number(value: Any) -> bool:
+    """Also as a text, which is how those are written that are not finite."""
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
