@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,36 @@ def test_a_warm_start_may_add_a_path_head_and_nothing_else(embedded: FrozenTarge
     for ours, theirs in ((0, 16), (8, 16)):
         with pytest.raises(UserError, match=rf"init_from: that drafter has path_width={theirs}, this run {ours}"):
             planned(f"drafter.path_width={ours}", f"drafter.init_from={folders[theirs]}")
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "says"),
+    [
+        ("checkpoints", "file", "is no folder"),
+        ("csv", "link", "is no folder"),
+        ("checkpoints/last.ckpt", "folder", "is a folder"),
+        ("csv", "file", "is no folder"),
+        ("csv/metrics.csv", "folder", "is a folder"),
+        ("report.html", "folder", "is a folder"),
+        ("summary.json", "folder", "is a folder"),
+        ("drafter", "file", "is a file"),
+        ("drafter/notes.txt", "file", "holds 'notes.txt'"),
+    ],
+)
+def test_what_is_in_the_way_of_a_runs_files_is_refused_at_its_start(tmp_path: Path, place: str, kind: str, says: str) -> None:
+    cfg = configured("trainer.accelerator=cpu", "logger=csv", f"paths.output_dir={tmp_path}")
+    Job(cfg, make_plan(cfg)).instances()
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(tmp_path / "nothing")
+    else:
+        path.write_text("mine")
+    named = path.parent if place == "drafter/notes.txt" else path
+    with pytest.raises(UserError, match=f"^{re.escape(str(named))}: {says}"):
+        Job(cfg, make_plan(cfg)).instances()
 
 
 def test_a_monitor_that_would_not_be_logged_is_refused(tmp_path: Path) -> None:

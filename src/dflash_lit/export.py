@@ -27,7 +27,15 @@ from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.files import file_digest, read_json, refuse_no_file
 
-__all__ = ["drafter_from_checkpoint", "drafter_of", "load_drafter", "read_config", "save_drafter", "served_config"]
+__all__ = [
+    "drafter_from_checkpoint",
+    "drafter_of",
+    "load_drafter",
+    "read_config",
+    "refuse_other",
+    "save_drafter",
+    "served_config",
+]
 
 _WEIGHTS, _PATH_HEAD, _CONFIG = "model.safetensors", "path_head.safetensors", "config.json"
 _log = logging.getLogger(__name__)
@@ -99,13 +107,22 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, auto_map: bool = False
         ) from error
 
 
+def refuse_other(folder: Path) -> None:
+    """Refuse to export to a folder that is there and is no export: it would be replaced.
+
+    Raises:
+        UserError: naming what it holds.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is a file; name a folder to export to")
+    if other := {path.name for path in folder.iterdir()} - {_WEIGHTS, _PATH_HEAD, _CONFIG}:
+        raise UserError(f"{folder}: holds {sorted(other)[0]!r}, which is no exported drafter; name a new folder")
+
+
 def _save(drafter: Drafter, folder: Path, *, auto_map: bool) -> Path:
-    if folder.exists():
-        # It is going to be replaced: only ever another export.
-        if not folder.is_dir():
-            raise UserError(f"{folder}: is a file; name a folder to export to")
-        if other := {path.name for path in folder.iterdir()} - {_WEIGHTS, _PATH_HEAD, _CONFIG}:
-            raise UserError(f"{folder}: holds {sorted(other)[0]!r}, which is no exported drafter; name a new folder")
+    refuse_other(folder)
     files: dict[str, dict[str, Tensor]] = {}
     for name, value in drafter.state_dict().items():
         if not bool(value.isfinite().all()):
