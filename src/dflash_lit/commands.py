@@ -114,6 +114,8 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
             f"{named}: there is nothing that could have such an entry; give the whole value, such as [1,2]"
         ) from None
     except ValueError as error:
+        if not isinstance(error, UnicodeError) and (file := _config_file(error)):
+            raise UserError(f"{file}: {' '.join(str(error).split())}; correct it") from None
         if str(error).startswith("Unsupported type in defaults"):
             raise UserError(
                 f"defaults: the list of that name in a config file has an entry that is none ({error}); correct it"
@@ -142,7 +144,7 @@ def _config_file(error: Exception) -> str | None:
     return None
 
 
-def _makes_folder(error: OSError) -> bool:
+def _makes_folder(error: Exception) -> bool:
     """Whether it was Hydra that met with it, making a run's folder, before it has called anything of ours."""
     trace = error.__traceback__
     while trace is not None:
@@ -170,11 +172,13 @@ def run_command(command: Callable[[], Any]) -> int:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    except OSError as error:
-        if chosen == "1" or not _makes_folder(error):
+    except (OSError, ValueError) as raised:
+        # Of a file to log to there is a ValueError, for the error that says why.
+        cause = raised if isinstance(raised, OSError) else raised.__cause__
+        if chosen == "1" or not isinstance(cause, OSError) or not _makes_folder(raised):
             raise
         print(
-            f"error: {error.filename or 'hydra.run.dir'}: the run's folder cannot be made ({error.strerror}); name another with hydra.run.dir, "
+            f"error: {cause.filename or 'hydra.run.dir'}: the run's folder cannot be made ({cause.strerror}); name another with hydra.run.dir, "
             "or a place for all runs with DFLASH_LIT_RUNS",
             file=sys.stderr,
         )

@@ -35,7 +35,17 @@ from dflash_lit.sweeps.trial import running_trial
 from tests.fork_server import forked_python
 
 ROOT = Path(__file__).parents[2]
-FEW = {"config": 6, "data": 50, "store": 50, "export": 50, "checkpoint": 12, "environment": 2, "signals": 1}
+FEW = {
+    "config": 6,
+    "data": 50,
+    "store": 50,
+    "export": 50,
+    "target": 8,
+    "run": 20,
+    "checkpoint": 12,
+    "environment": 2,
+    "signals": 1,
+}
 
 
 @pytest.mark.parametrize(("area", "cases"), FEW.items())
@@ -158,6 +168,7 @@ def test_a_group_that_is_null_is_named() -> None:
         (b"seed: 1\0\n", r"train\.yaml: is not YAML"),
         (b"seed: \xff\n", r"train\.yaml: is not YAML .*invalid start byte"),
         (b"a: " + b"[" * 5000, r"train\.yaml: is not YAML"),
+        ("# @package\u00a0_global_\nseed: 1\n".encode(), r"train\.yaml: Expected header format"),
         (b"defaults:\n  - \n", r"defaults: the list of that name in a config file"),
     ],
 )
@@ -234,6 +245,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {tmp_path}/file/run: the run's folder cannot be made (Not a directory)")
+    assert len(done.stderr.splitlines()) == 1
+    (tmp_path / "run" / "train.log").mkdir(parents=True)  # which Hydra logs to
+    done = subprocess.run(
+        [forked_python(), "train.py", "debug=fast", f"hydra.run.dir={tmp_path}/run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/run/train.log: the run's folder cannot be made (Is a directory)")
     assert len(done.stderr.splitlines()) == 1
 
 
