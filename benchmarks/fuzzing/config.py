@@ -211,7 +211,8 @@ _GOES_WITH: dict[str, Sequence[str]] = {
     **dict.fromkeys(
         ("anchors", "rows_per_batch", "row_tokens", "block_size", "num_attention_heads"), ("dense attention", "sliding_window")
     ),
-    **dict.fromkeys(["prompt_tokens", "response_tokens", "max_new_tokens", "block_size"], ("positions",)),
+    **dict.fromkeys(["prompt_tokens", "response_tokens", "max_new_tokens"], ("positions",)),
+    "block_size": ["dense attention", "sliding_window", "positions"],
     "layers": ["layer_types", "sliding_window"],
     "drafters": ["hosts", "processes", "MASTER_ADDR"],
     "hosts": ["MASTER_ADDR", "processes"],

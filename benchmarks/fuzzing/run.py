@@ -23,6 +23,7 @@ from dflash_lit.cli import main as command
 from dflash_lit.compilation import archive
 from dflash_lit.compilation.cache import cache_dir, cache_key
 from dflash_lit.config import register
+from dflash_lit.errors import UserError
 from dflash_lit.guard.saved_step import finish, save_batches, save_weights
 from dflash_lit.module import DrafterModule
 from dflash_lit.report import main as report
@@ -52,10 +53,10 @@ class Fuzzed:
         self.scratch = scratch
         work = scratch / "work"
         work.mkdir()
-        overrides = [word for word in TINY if word != "callbacks.export=null"]
         variables = {**cleaned(), "HOME": str(scratch), "XDG_CACHE_HOME": str(scratch / "cache"), "FUZZ_WHOLE": "1"}
         self.run = scratch / "run"
-        ended = outcome([forked(), str(START), *overrides, f"hydra.run.dir={self.run}"], work, variables, limit_s=90)
+        self.python = forked()
+        ended = outcome([self.python, str(START), *_EXPORTS, f"hydra.run.dir={self.run}"], work, variables, limit_s=90)
         if ended.code:
             raise RuntimeError(ended.said)
         self.summary = json.loads((self.run / "summary.json").read_text())
@@ -109,8 +110,8 @@ class Fuzzed:
         return place
 
     def case(self, rng: random.Random, folder: Path) -> Case:
-        made = (self._report, self._sweep, self._metrics, self._step, self._archive, self._pace, self._note)
-        return rng.choices(made, (4, 4, 3, 4, 3, 2, 1))[0](rng, folder)
+        made = (self._report, self._sweep, self._metrics, self._step, self._archive, self._pace, self._note, self._places)
+        return rng.choices(made, (8, 8, 6, 8, 6, 4, 2, 1))[0](rng, folder)
 
     def _damage(self, files: list[Path], rng: random.Random) -> str:
         """One of them, by its bytes, as text, as JSON, or as an entry of its folder."""
@@ -196,6 +197,8 @@ class Fuzzed:
                 raise Wrong(f"the new row is not the last: {rows[-1:]}")
             path = run / "csv" / "metrics.csv"
             lines = max(path.read_bytes().count(b"\n") - 1, 0) if path.is_file() else 0
+            # Those after the checkpoint are computed again.
+            lines -= sum((row.get("step") or "").isdigit() and int(row["step"][:9]) > 4 for row in _rows(path)) if lines else 0
             if len(rows) - 1 < lines and "damaged" not in said:
                 raise Wrong(f"{len(rows) - 1} of {lines} rows, and nothing said")
 
@@ -218,7 +221,7 @@ class Fuzzed:
                 _ended(command(["replay", str(place)]))
             return said.getvalue()
 
-        names = [*(path.name for path in self.step.iterdir()), str(place), "target.path"]
+        names = [*(path.name for path in self.step.iterdir()), str(place), "target.path", "--target"]
         return Case(f"step: {about}", act, names, check, may_write=_AWAY)
 
     # -- for other hosts, and for later runs
@@ -283,7 +286,68 @@ class Fuzzed:
 
         return Case(f"note of SLURM's: {about}", act, [note.name], check, may_write=_AWAY)
 
+    # -- where a run is going to write
 
+    def _places(self, rng: random.Random, folder: Path) -> Case:
+        """Something is there already: seen before the first step, or no hindrance."""
+        run, away = folder / "run", folder / "away"
+        run.mkdir()
+        place = run / rng.choice(_PLACES)
+        place.parent.mkdir(exist_ok=True)
+        kind = rng.choice(("file", "folder", "folder with a file", "dangling", "loop", "link to a folder", "pipe"))
+        if place.suffix == ".log" and kind == "pipe":  # Hydra itself would wait for somebody to read
+            kind = "loop"
+        match kind:
+            case "file":
+                place.write_text("mine")
+            case "folder" | "folder with a file":
+                place.mkdir()
+                if kind != "folder":
+                    (place / "notes.txt").write_text("mine")
+            case "dangling" | "loop":
+                place.symlink_to(place.name if kind == "loop" else folder / "nothing" / "here")
+            case "pipe":
+                os.mkfifo(place)
+            case _:
+                away.mkdir()
+                place.symlink_to(away)
+        work = folder / "work"
+        work.mkdir()
+        variables = {
+            **cleaned(),
+            "HOME": str(folder / "home"),
+            "XDG_CACHE_HOME": str(self.scratch / "cache"),
+            "FUZZ_WHOLE": "1",
+        }
+        command_line = [self.python, str(START), *_EXPORTS, f"hydra.run.dir={run}"]
+
+        def act() -> Any:
+            try:
+                return outcome(command_line, work, variables, limit_s=90)
+            except UserError:
+                if (run / "csv" / "metrics.csv").is_file() and "train/loss" in (run / "csv" / "metrics.csv").read_text():
+                    raise Wrong("refused after the first step") from None
+                raise
+
+        def check(ended: Any) -> None:
+            if ended.code:
+                raise Wrong(f"exit {ended.code}: {ended.said[-600:]}")
+            for name in ("summary.json", "report.html", "checkpoints/last.ckpt", "drafter/config.json"):
+                if not (run / name).is_file():
+                    raise Wrong(f"no {name}")
+            weights = ("drafter", "model.safetensors")
+            if run.joinpath(*weights).read_bytes() != self.run.joinpath(*weights).read_bytes():
+                raise Wrong("another drafter")
+
+        writes = ["run", "away", "work", "home", "nothing", "log"]
+        return Case(f"in the way: {place.relative_to(run)}: {kind}", act, [str(place)], check, may_write=writes, limit_s=120)
+
+
+_EXPORTS = [word for word in TINY if word != "callbacks.export=null"]
+_PLACES = (
+    ".hydra", ".hydra/config.yaml", ".rows", "bad_steps", "checkpoints", "checkpoints/last.ckpt", "checkpoints/step=2.ckpt", "csv",
+    "csv/metrics.csv", "csv/hparams.yaml", "drafter", "drafter/config.json", "report.html", "summary.json", "train.log", "start.log", "wandb_data",
+)  # fmt: skip
 _AWAY = (
     "away_summary.json", "away_metrics.csv", "away_config.yaml", "away_job.json", "away_overrides.yaml", "away_a.json", "away_cache.tar.gz",
     "away_step.json", "away_weights.safetensors", "away_batch-0.safetensors",
@@ -297,8 +361,11 @@ def _ended(code: int) -> None:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    with path.open(newline="", errors="replace") as file:
+        try:
+            return list(csv.DictReader(file))
+        except csv.Error:
+            return []
 
 
 def _same(path: Path, other: Path) -> bool:
