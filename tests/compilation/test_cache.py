@@ -137,6 +137,30 @@ def test_a_folder_that_torch_cannot_make_is_one_line_before_torch_is_imported(st
     )
 
 
+@pytest.mark.parametrize("name", ["HF_HUB_DOWNLOAD_TIMEOUT", "MPLBACKEND"])
+def test_a_variable_that_a_library_fails_with_is_named(name: str) -> None:
+    start = "import dflash_lit.early; import matplotlib; import huggingface_hub.constants"
+    done = subprocess.run(
+        [sys.executable, "-c", start], env={**os.environ, name: "soon"}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(rf"error: {name}='soon' in the environment: .*'soon'.*; correct or unset it\n", done.stderr)
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    start = "import dflash_lit.early; import os; raise ValueError(repr(os.environ['MINE']))"
+    done = subprocess.run(
+        [sys.executable, "-c", start],
+        env={**os.environ, "MINE": "soon"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+
+
 def test_clear_deletes_this_key_and_all_those_of_ours(root: Path) -> None:
     loading, theirs = f".{OTHER}.1.2.loading", [".torch.deleted", "photographs"]
     for name in (cache_key(), OTHER, *theirs, f".{OTHER}.1.2.deleted", loading):
