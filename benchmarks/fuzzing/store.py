@@ -14,6 +14,8 @@ import torch
 from dflash_lit.data.chat import ChatSettings
 from dflash_lit.data.offline import StoredFeatures, write_features
 from dflash_lit.data.packing import PackedRows
+from dflash_lit.data.prompts import Prompt
+from dflash_lit.data.respond import _read, _Stored, _write
 from dflash_lit.data.row_plan import plan_rows
 from dflash_lit.data.store import DocumentStore, StoreSettings, build_store
 from dflash_lit.data.stored_rows import StoredRows, load_rows
@@ -66,7 +68,7 @@ class Fuzzed:
         return build_store(str(self.source), self.tokenizer, self.settings, cache, workers=1, progress=False)
 
     def case(self, rng: random.Random, folder: Path) -> Case:
-        made = rng.choice((self._documents, self._documents, self._unfinished, self._features, self._rows))
+        made = rng.choice((self._documents, self._documents, self._unfinished, self._features, self._rows, self._responses))
         return made(rng, folder)
 
     def _damage(self, place: Path, rng: random.Random) -> str:
@@ -103,6 +105,20 @@ class Fuzzed:
             self._same,
             may_write=["cache"],
         )
+
+    def _responses(self, rng: random.Random, folder: Path) -> Case:
+        """Kept ones are read as they were written, or made anew with a warning."""
+        prompts = [Prompt(f"p{n}", [5, 6, 7 + n]) for n in range(4)]
+        texts = [np.arange(3 + n, dtype=np.int32) for n in range(4)]
+        path = folder / "kept" / "a.safetensors"
+        _write(path, "key", prompts, _Stored(texts, 2.0), {"seed": 0})
+        about = self._damage(path.parent, rng)
+
+        def check(found: Any) -> None:
+            if found is not None and not all(np.array_equal(a, b) for a, b in zip(found.texts, texts, strict=True)):
+                raise Wrong("other responses than were written")
+
+        return Case(f"responses: {about}", lambda: _read(path, "key", prompts), ["a.safetensors"], check)
 
     def _same(self, found: Any) -> None:
         if found != self.documents:

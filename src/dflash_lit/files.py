@@ -97,6 +97,8 @@ def map_array(path: Path, mode: Literal["r", "c"] = "r") -> np.ndarray:
         array: np.ndarray = np.load(path, mmap_mode=mode, allow_pickle=False)
     except Exception as error:  # its header is read by Python's own tokenizer and parser, whose errors are many
         raise ValueError(f"{path.name}: {' '.join(str(error).split())[:120]}") from error
+    if not array.dtype.isnative:  # the bytes would be right, and the numbers not
+        raise ValueError(f"{path.name}: has the byte order of another machine")
     return array
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 
@@ -270,3 +271,6 @@ def test_sealed_files_are_whole_or_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': ((((((((")
     with pytest.raises(ValueError, match=r"a\.npy"):
         map_array(tmp_path / "a.npy")
+    np.save(tmp_path / "b.npy", np.arange(3, dtype=">i4" if sys.byteorder == "little" else "<i4"))
+    with pytest.raises(ValueError, match=r"b\.npy: has the byte order of another machine"):
+        map_array(tmp_path / "b.npy")
