@@ -187,7 +187,7 @@ class RecordFile:
             refuse_no_file(place, "choose another --out")
             try:
                 found = json.loads(place.read_text(encoding="utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{place}: is damaged; choose another --out") from error
             if not isinstance(found, dict):
                 raise UserError(f"{place}: is damaged; choose another --out")
