@@ -225,6 +225,7 @@ def test_a_warm_start_may_add_a_path_head_and_nothing_else(embedded: FrozenTarge
         ("checkpoints", "file", "is no folder"),
         ("csv", "link", "is no folder"),
         ("checkpoints/last.ckpt", "folder", "is a folder"),
+        ("checkpoints/step=2.ckpt", "folder", "is a folder"),
         ("csv", "file", "is no folder"),
         ("csv/metrics.csv", "folder", "is a folder"),
         ("report.html", "folder", "is a folder"),

@@ -34,7 +34,7 @@ def refuse_blocked(folder: Path, callbacks: Iterable[Callback], loggers: Iterabl
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             folders.append(Path(callback.dirpath))
-            files.append(Path(callback.dirpath) / f"last{callback.FILE_EXTENSION}")
+            files += sorted(Path(callback.dirpath).glob(f"*{callback.FILE_EXTENSION}"))
         exports += [place] if isinstance(place := getattr(callback, "folder", None), Path) and _exports(callback) else []
     for logger in loggers:
         if isinstance(logger, CSVLogger):
