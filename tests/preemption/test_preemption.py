@@ -171,6 +171,32 @@ def test_held_back_in_training_and_obeyed_after_it() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # no news
 
 
+class Told:
+    """Told to stop while it is deleted, where Python lets no exception out."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.signum)
+        time.sleep(0)
+
+
+@pytest.mark.parametrize(("signum", "kind"), [(signal.SIGTERM, Interrupted), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_in_the_middle_of_a_deletion_is_not_lost(
+    signum: int, kind: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stops = Stopping()
+    hook = sys.unraisablehook
+    with listening(stops):
+        told = [Told(signum)]
+        told.clear()  # no exception leaves this line
+        with pytest.raises(kind):
+            time.sleep(5)
+    assert sys.unraisablehook is hook
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("00:11:30:00", 41400), ("11.5", 41400), ("1:00:00:01", 86401)])
 def test_a_duration(text: str, seconds: float) -> None:
     assert duration(text).total_seconds() == seconds
