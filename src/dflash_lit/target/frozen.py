@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import pickle
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ EMBEDDED = "embedded"
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights as they stand; quantised ones are seen by whoever unpacks them."""
 
-_SCALES = ("_scale", "_scale_inv", ".scales", ".absmax")
+_SCALES = ("_scale", "_scale_inv", "scales", "absmax")
 """How names of tensors end that say what quantised weights stand for."""
 
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
@@ -310,17 +309,19 @@ def _check_loading(info: TargetInfo, model: nn.Module, loading: dict[str, Any]) 
             f"target.path={info.path!r}: tensor {name!r} has shape {list(found)}, by its config {list(expected)}; fetch the model again"
         )
     own = {name for name, _ in model.named_parameters()}
-    text = info.text
+    # Those of other towers of a checkpoint with several modalities are rightly left out.
+    stacks = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == info.layers]
     # Layers that predict further tokens stand behind the others; Transformers leaves them out.
-    layers = info.layers + int(getattr(text, "num_nextn_predict_layers", None) or 0)
+    layers = info.layers + int(getattr(info.text, "num_nextn_predict_layers", None) or 0)
     quantised = getattr(info.config, "quantization_config", None) is not None
     for name in sorted(loading["unexpected_keys"]):
-        layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}")
-        if layer and int(layer[1]) >= layers:
+        module, _, last = name.rpartition(".")
+        numbers = [rest.partition(".")[0] for stack in stacks if (rest := name.removeprefix(f"{stack}.")) != name]
+        if any(number.isdecimal() and int(number) >= layers for number in numbers):
             lacks = f"num_hidden_layers={info.layers}"
-        elif name.endswith(".bias") and f"{name[:-4]}weight" in own:
+        elif last == "bias" and f"{module}.weight" in own:
             lacks = "no bias there"
-        elif not quantised and name.endswith(_SCALES):
+        elif last.endswith(_SCALES) and f"{module}.weight" in own and not quantised:
             lacks = "no quantization_config"
         else:
             continue
@@ -334,8 +335,8 @@ def _check_finite(info: TargetInfo, model: nn.Module) -> None:
     weights = {name: x for name, x in model.named_parameters() if x.dtype in _PLAIN and x.numel()}
     if not weights:
         return
-    largest = torch.stack([torch.stack(torch.aminmax(x.detach())).abs().amax().float() for x in weights.values()])
-    for name, finite in zip(weights, largest.isfinite().tolist(), strict=True):
+    ends = torch.stack([torch.stack([x.detach().amin(), x.detach().amax()]).float() for x in weights.values()])
+    for name, finite in zip(weights, ends.isfinite().all(dim=1).tolist(), strict=True):
         if not finite:
             raise UserError(f"target.path={info.path!r}: tensor {name!r} has values that are not finite; fetch the model again")
 
