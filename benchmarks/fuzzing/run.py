@@ -295,7 +295,9 @@ class Fuzzed:
         place = run / rng.choice(_PLACES)
         place.parent.mkdir(exist_ok=True)
         kind = rng.choice(("file", "folder", "folder with a file", "dangling", "loop", "link to a folder", "pipe"))
-        if place.suffix == ".log" and kind == "pipe":  # Hydra itself would wait for somebody to read
+        if (
+            place.suffix == ".log" or place.parent.name == ".hydra"
+        ) and kind == "pipe":  # Hydra itself would wait for somebody to read
             kind = "loop"
         match kind:
             case "file":

@@ -117,6 +117,11 @@ def test_a_response_without_a_count_of_tokens_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"out\.jsonl:1"), RecordFile(tmp_path / "out.jsonl", {}):
         pass
+    (tmp_path / "out.jsonl").write_text(
+        '{"id": "a", "key": "b", "flags": [[]], "tokens": 3}\n{"id": "c", "key": "d", "flags": [], "tokens": null}\n'
+    )
+    with pytest.raises(UserError, match=r"out\.jsonl:1"), RecordFile(tmp_path / "out.jsonl", {}):
+        pass
 
 
 def test_a_mapping_is_no_path() -> None:
