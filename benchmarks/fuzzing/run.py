@@ -162,6 +162,8 @@ class Fuzzed:
                 raise Wrong("no report")
             whole = {name: _number(sweep / name / "summary.json") for name in map(str, range(_JOBS))}
             best = sweep / "best.yaml"
+            if not best.is_file() and "No job has a <b>None</b>" in (sweep / "report.html").read_text():
+                return  # the config says "optimized_metric: None", which is a name in YAML
             if not best.is_file():
                 raise Wrong(f"no best.yaml, with {whole}")
             with initialize_config_dir(str(sweep), version_base="1.3"):
