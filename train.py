@@ -5,6 +5,9 @@ Compose, check, seed, instantiate, fit, report. Everything else is in ``dflash_l
 
 from __future__ import annotations
 
+import dflash_lit.early  # noqa: F401 - before lightning imports torch's compiler
+
+# isort: split
 import hydra
 import lightning as L
 from omegaconf import DictConfig

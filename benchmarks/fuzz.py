@@ -12,24 +12,40 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import select
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from fuzzing.case import Area, Result, judge
+from fuzzing.case import Area, Case, Result, judge
 
 __all__ = ["AREAS", "fuzz", "main"]
 
-AREAS = {"config": 4, "data": 20, "store": 16, "export": 16, "checkpoint": 12, "environment": 4, "signals": 1}
+AREAS = {
+    "config": 4,
+    "data": 20,
+    "store": 16,
+    "export": 16,
+    "target": 4,
+    "run": 8,
+    "checkpoint": 12,
+    "environment": 4,
+    "signals": 1,
+}
 """Each is a module of :mod:`fuzzing`; its share of the cases."""
 
 _MEMORY = 6 * 2**30
+_AFTER_S = 10.0
+"""After the limit of a case, until it is taken for one that no signal ends."""
 
 
 def _areas(names: Sequence[str], scratch: Path) -> list[Area]:
@@ -66,21 +82,66 @@ def fuzz(
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     # Whoever reads a device without an end, or makes what a damaged number asks for, gets a MemoryError, not the machine.
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, limits[1]))
+    watch = _Watch(scratch)
     try:
         for area in _areas(names, scratch / "areas"):
             began, tally = time.monotonic(), counted.setdefault(area.name, Counter())
             for number in range(_counts(names, cases)[area.name]) if only is None else [only]:
                 folder = scratch / "now"
-                result = judge(area, f"{area.name}:{seed}:{number}", folder)
+                begins = partial(_begins, watch, f"(--area {area.name} --seed {seed} --only {number})")
+                result = judge(area, f"{area.name}:{seed}:{number}", folder, begins)
                 _remove(folder)
                 tally[result.kind] += 1
                 if show or result.kind == "unexplained":
                     print(_line(area.name, seed, number, result), flush=True)
             print(f"# {area.name}: {dict(tally)} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     finally:
+        watch.end()
         resource.setrlimit(resource.RLIMIT_DATA, limits)
         shutil.rmtree(scratch, ignore_errors=True)
     return counted
+
+
+class _Watch:
+    """A process beside this one that names a case which hangs where no signal ends it, and then kills this one.
+
+    A library may begin to wait anew after each signal, and hold Python's lock meanwhile: no thread would run.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        read, self._told = os.pipe()
+        self._watcher = os.fork()
+        if not self._watcher:
+            os.close(self._told)
+            _look(read, os.getppid(), scratch)
+            os._exit(0)
+        os.close(read)
+
+    def begins(self, line: str, limit_s: float) -> None:
+        """What is done now, and how long that may take."""
+        os.write(self._told, f"{limit_s + _AFTER_S:g} {line}\n".encode("utf-8", "replace"))
+
+    def end(self) -> None:
+        os.close(self._told)
+        os.waitpid(self._watcher, 0)
+
+
+def _look(read: int, parent: int, scratch: Path) -> None:
+    limit_s, line = 600.0, "before the first case"
+    while True:
+        if not select.select([read], [], [], limit_s)[0]:
+            os.write(1, f"unexplained {line}: no signal ends it\n".encode())
+            os.kill(parent, signal.SIGKILL)
+            shutil.rmtree(scratch, ignore_errors=True)
+            return
+        if not (told := os.read(read, 2**16)):
+            return
+        limit, line = told.decode().splitlines()[-1].split(" ", 1)
+        limit_s = float(limit)
+
+
+def _begins(watch: _Watch, number: str, case: Case) -> None:
+    watch.begins(" ".join(f"{number} {case.about}"[:2000].split()), case.limit_s)
 
 
 def _remove(folder: Path) -> None:

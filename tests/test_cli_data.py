@@ -89,7 +89,7 @@ def test_inspect_sums_up_what_training_will_see(
         ("inspect {source} --skip-limit 0.001", "data.skip_limit=0.001: 1 of 42 records"),
         ("inspect {source} --rate 0", "--rate 0: must be positive"),
         ("inspect {source} --draw plot.xyz", "--draw plot.xyz: the name has to end in"),
-        ("inspect {source} --draw /no/such/plot.svg", "--draw /no/such/plot.svg: cannot be written"),
+        ("inspect {source} --draw /no/such/plot.svg", "--draw /no/such/plot.svg: cannot write the picture"),
     ],
 )
 def test_wrong_input_is_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +210,44 @@ def test_a_warm_start_may_add_a_path_head_and_nothing_else(embedded: FrozenTarge
         assert ("path_head.out_proj.weight" in state) == (ours > 0)
         if ours and not theirs:
             assert (state["path_head.out_proj.weight"] == 0).all()  # decodes as before
+    with pytest.raises(UserError, match=r"init_from: that drafter has intermediate_size=\d+, this run 96; set them equal"):
+        planned("drafter.intermediate_size=96", f"drafter.init_from={folders[0]}")
+    with pytest.raises(UserError, match=r"^drafter\.init_from: .*config\.json: cannot be read"):
+        planned(f"drafter.init_from={tmp_path}")
     for ours, theirs in ((0, 16), (8, 16)):
         with pytest.raises(UserError, match=rf"init_from: that drafter has path_width={theirs}, this run {ours}"):
             planned(f"drafter.path_width={ours}", f"drafter.init_from={folders[theirs]}")
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "says"),
+    [
+        ("checkpoints", "file", "is no folder"),
+        ("csv", "link", "is no folder"),
+        ("checkpoints/last.ckpt", "folder", "is a folder"),
+        ("checkpoints/step=2.ckpt", "folder", "is a folder"),
+        ("csv", "file", "is no folder"),
+        ("csv/metrics.csv", "folder", "is a folder"),
+        ("report.html", "folder", "is a folder"),
+        ("summary.json", "folder", "is a folder"),
+        ("drafter", "file", "is a file"),
+        ("drafter/notes.txt", "file", "holds 'notes.txt'"),
+    ],
+)
+def test_what_is_in_the_way_of_a_runs_files_is_refused_at_its_start(tmp_path: Path, place: str, kind: str, says: str) -> None:
+    cfg = configured("trainer.accelerator=cpu", "logger=csv", f"paths.output_dir={tmp_path}")
+    Job(cfg, make_plan(cfg)).instances()
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(tmp_path / "nothing")
+    else:
+        path.write_text("mine")
+    named = path.parent if place == "drafter/notes.txt" else path
+    with pytest.raises(UserError, match=f"^{re.escape(str(named))}: {says}"):
+        Job(cfg, make_plan(cfg)).instances()
 
 
 def test_a_monitor_that_would_not_be_logged_is_refused(tmp_path: Path) -> None:
@@ -263,6 +299,11 @@ IMPOSSIBLE: list[tuple[str, str]] = [
     ("drafter.block_size=1", r"drafter\.block_size=1"),
     ("drafter.layers=0", r"drafter\.layers=0"),
     ("drafter.sliding_window=99999999999999999999", r"drafter\.sliding_window=9+: lies beyond 64 bits"),
+    ("optimizer.betas=${trainer}", r"optimizer\.betas: is a whole section of the config; give a list"),
+    ("evaluation.temperatures=${seed}", r"evaluation\.temperatures: is 0; give a list"),
+    ("drafter.rope_parameters=${optimizer}", r"drafter\.rope_parameters: is a whole section of the config; give a dict"),
+    ("drafter.features=4294967296", r"drafter\.features=4294967296: a target of 6 layers offers at most 3"),
+    ("drafter.initializer_range=1e30", r"drafter\.initializer_range=1e\+30: must be at most 1"),
     ("evaluation.budgets=[16,99999999999999999999]", r"evaluation\.budgets=9+: lies beyond 64 bits"),
     ("drafter.anchors=0", r"drafter\.anchors=0"),
     ("drafter.features=4", r"drafter\.features=4: .* at most 3"),

@@ -259,6 +259,14 @@ DAMAGES: dict[str, tuple[Change, list[str]]] = {
     "one layer, no list": (change_config(own__target_layer_ids=1), ["config.json", "target_layer_ids"]),
     "no rope": (change_config(rope_parameters=..., rope_theta=...), ["config.json", "rope_theta"]),
     "rope without theta": (change_config(rope_parameters={"rope_type": "default"}), ["config.json", "rope_theta"]),
+    "rope that turns too fast": (
+        change_config(rope_parameters={"rope_type": "default", "rope_theta": 1e-300}),
+        ["config.json", "rope_theta=1e-300"],
+    ),
+    "rope of an impossible factor": (
+        change_config(rope_parameters={"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}),
+        ["rope_parameters", "'linear'", "not finite"],
+    ),
     "mask token outside": (change_config(own__mask_token_id=64), ["config.json", "mask_token_id=64"]),
     "other layers": (change_config(layer_types=["linear_attention"] * 2), ["config.json", "linear_attention"]),
     "no window": (change_config(layer_types=["sliding_attention"] * 2), ["config.json", "sliding_window"]),
@@ -341,8 +349,18 @@ def test_checkpoints_that_cannot_be_used(tmp_path: Path) -> None:
     good = checkpoint(tmp_path / "good.ckpt", drafter.config, drafter)
     (tmp_path / "short.ckpt").write_bytes(good.read_bytes()[:5000])
     checkpoint(tmp_path / "other.ckpt", drafter_config(num_hidden_layers=3), drafter)
+    checkpoint(tmp_path / "wide.ckpt", drafter_config(hidden_size=2**20), drafter)
+    checkpoint(tmp_path / "odd.ckpt", drafter_config(rope_parameters={"rope_type": "odd", "rope_theta": 1e4}), drafter)
     torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
-    for name, word in {"none": "no such", "short": "damaged", "other": "do not fit", "foreign": "not a checkpoint"}.items():
+    wrong = {
+        "none": "no such",
+        "short": "damaged",
+        "other": "do not fit",
+        "wide": r"do not fit its settings \(drafter\.",  # and nothing of that size is made
+        "odd": "rope_type 'odd'",
+        "foreign": "not a checkpoint",
+    }
+    for name, word in wrong.items():
         with pytest.raises(UserError, match=word) as caught:
             drafter_from_checkpoint(tmp_path / f"{name}.ckpt")
         assert f"{name}.ckpt" in str(caught.value)

@@ -10,10 +10,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from dflash_lit import pictures
 from dflash_lit.errors import UserError
+from dflash_lit.pictures import save_picture
 from dflash_lit.report import closing_table, load_metrics, main, write_report
 from dflash_lit.report_page import decoded_taus
 
@@ -191,6 +193,15 @@ def test_the_same_run_gives_the_same_bytes(run_folder: Path, html: str, monkeypa
     assert not list(run_folder.glob(".report*"))  # the temporary file went away
 
 
+def test_pictures_do_not_ask_the_environment_for_a_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    for name in ("a.svg", "a.png"):
+        save_picture(Figure(), tmp_path / name, dpi=50)
+        assert (tmp_path / name).stat().st_size > 0
+    with pytest.raises(UserError, match=r"--draw .*a\.doc: cannot write the picture .*name another \.png"):
+        save_picture(Figure(), tmp_path / "a.doc", dpi=50, option="--draw ")
+
+
 def test_a_users_matplotlib_settings_do_not_matter(run_folder: Path, html: str) -> None:
     import matplotlib
 
@@ -211,7 +222,7 @@ def test_a_run_without_measurements_gives_a_short_page_and_no_numbers(tmp_path: 
     assert not re.search(r"\d\.\d", body.replace("T=0.7", "").replace("temperature 0.7", ""))
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "3.4", True])
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), 10**400, "3.4", True])
 def test_what_is_no_finite_number_is_not_measured(tmp_path: Path, value: object) -> None:
     summary = dict.fromkeys(SUMMARY, value) | {"samples": None, "phases": None}
     text = Page(write_report(tmp_path / "report.html", summary, {}).read_text()).text
@@ -311,6 +322,9 @@ def test_closing_table_of_an_unfinished_run_says_not_measured() -> None:
         (lambda run: (run / "summary.json").unlink(), "summary.json: cannot be read"),
         (lambda run: (run / "summary.json").write_text("{"), "summary.json: not JSON"),
         (lambda run: (run / "summary.json").write_text("[1]"), "summary.json: holds a list"),
+        (lambda run: (run / "summary.json").write_text("[" * 100_000), "summary.json: not JSON"),
+        (lambda run: (run / "csv" / "metrics.csv").write_text("oid sha256:0\nsize 9\n"), "metrics.csv: has no column 'step'"),
+        (lambda run: (run / "csv" / "metrics.csv").write_text('step,"' + "x" * 200_000), "metrics.csv: cannot be read"),
         (lambda run: (run / "csv" / "metrics.csv").unlink(), "metrics.csv: no such file"),
     ],
 )

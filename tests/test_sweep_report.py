@@ -190,6 +190,27 @@ def test_a_job_that_failed_with_a_summary_in_its_folder_is_listed_and_not_the_be
     assert "# Job 2 of 6" in (sweep / "best.yaml").read_text()
 
 
+def test_damaged_files_of_jobs_are_told_of(sweep: Path) -> None:
+    best = read_sweep(sweep).best
+    assert best is not None
+    (best.folder / "job.json").write_text("{")  # it may have failed after its summary
+    read = read_sweep(sweep)
+    assert best.name in [one.name for one in read.failed]
+    assert "its job.json cannot be read" in sweep_report(sweep).read_text()
+    second = read.best
+    assert second is not None
+    (second.folder / "summary.json").write_text("[" * 99_999)
+    third = read_sweep(sweep).best
+    assert third is not None
+    (third.folder / ".hydra" / "config.yaml").write_text("<!DOCTYPE html>\n")
+    with pytest.raises(UserError, match=r"config\.yaml: is no config of a run \(Key '<!DOCTYPE html>' not in 'TrainConfig'"):
+        sweep_report(sweep)
+    (third.folder / ".hydra" / "config.yaml").write_text("a: [\nb: }\n")
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read \(while parsing") as caught:
+        sweep_report(sweep)
+    assert "\n" not in str(caught.value)
+
+
 def test_jobs_that_were_never_measured_rank_nowhere(tmp_path: Path) -> None:
     for number, eal in enumerate((None, math.nan, 1.5)):
         job(tmp_path, number, [f"seed={number}", "optimized_metric=tau_greedy"], {"tau_greedy": eal, "val/loss": 3.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_lit.commands import one_line
 from dflash_lit.errors import Interrupted, UserError
 
-__all__ = ["Area", "Case", "Result", "Wrong", "judge"]
+__all__ = ["Area", "Case", "Result", "Wrong", "judge", "logged"]
 
 _MARK = "keep"
 
@@ -78,6 +79,21 @@ class _TooLong(BaseException):
 
 
 @contextmanager
+def logged(name: str) -> Iterator[StringIO]:
+    """What a logger says inside of the block."""
+    said = StringIO()
+    handler, log = logging.StreamHandler(said), logging.getLogger(name)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+@contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: object) -> None:
         raise _TooLong
@@ -103,10 +119,13 @@ def _listing(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def judge(area: Area, seed: str, folder: Path) -> Result:
+def judge(area: Area, seed: str, folder: Path, begins: Callable[[Case], object] = lambda case: None) -> Result:
     """Make the case of ``seed``, do it, and say how it came out.
 
     Everything that the case changes in its folder or in the working folder (one beside it) without leave is found.
+
+    Args:
+        begins: told what is done next.
     """
     rng = random.Random(seed)
     inside, elsewhere = folder / "case", folder / "working"
@@ -118,6 +137,7 @@ def judge(area: Area, seed: str, folder: Path) -> Result:
     here, variables = Path.cwd(), dict(os.environ)
     os.chdir(elsewhere)
     try:
+        begins(case)
         result = _done(case)
     finally:
         os.chdir(here)
@@ -157,9 +177,12 @@ def _done(case: Case) -> Result:
             return Result("unexplained", case.about, f"the error has none of {list(case.names)[:6]}: {line}")
         return Result("error", case.about, line)
     except SystemExit as stop:
+        *_, last = said.getvalue().splitlines() or [""]
         lines = [line for line in said.getvalue().splitlines() if "error: " in line]
-        if stop.code in (1, 2) and len(lines) == 1 and "Traceback" not in said.getvalue():
-            return Result("error", case.about, lines[0])
+        if stop.code in (1, 2) and lines == [last] and "Traceback" not in said.getvalue():
+            if any(name in last for name in case.names):
+                return Result("error", case.about, last)
+            return Result("unexplained", case.about, f"the error has none of {list(case.names)[:6]}: {last}")
         return Result("unexplained", case.about, f"exit {stop.code}: {said.getvalue()[-600:]}")
     except (Exception, Interrupted) as error:
         last = "".join(traceback.format_exception(error)[-1:]).strip()

@@ -25,7 +25,7 @@ from dflash_lit.export import drafter_from_checkpoint
 from dflash_lit.job import Job, quiet_libraries
 from dflash_lit.module import DrafterModule
 from fuzzing.case import Case, Wrong
-from fuzzing.damage import bytes_damaged, entry_damaged, odd_value
+from fuzzing.damage import bytes_damaged, entry_damaged, file_damaged, odd_value
 from fuzzing.tiny_run import TINY, fitted, planned, quiet
 
 __all__ = ["Fuzzed"]
@@ -99,7 +99,7 @@ class Fuzzed:
         )[0]
         match kind:
             case "bytes":
-                data, about = bytes_damaged(self.bytes, rng, gentle=rng.random() < 0.5)
+                data, about = file_damaged(self.bytes, rng, text=False, gentle=rng.random() < 0.5)
                 path.write_bytes(data)
                 if rng.random() < 0.2:  # the other is to be recommended, and is whole
                     (place / "step=2.ckpt").write_bytes(self.bytes)

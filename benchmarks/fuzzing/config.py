@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from dflash_lit.plan import Plan
 from dflash_lit.target.ends import read_ends
 from dflash_lit.target.frozen import EMBEDDED, TargetEnds, TargetInfo
 from fuzzing.case import Case, Wrong
-from fuzzing.damage import odd_value
+from fuzzing.damage import bytes_damaged, entry_damaged, odd_value, text_edited, torn
 from fuzzing.tiny_run import CONF, planned
 
 __all__ = ["Fuzzed"]
@@ -76,6 +77,47 @@ class Fuzzed:
         self.generator = torch.Generator()
 
     def case(self, rng: random.Random, folder: Path) -> Case:
+        return self._files(rng, folder) if rng.random() < 0.3 else self._words(rng, folder)
+
+    def _files(self, rng: random.Random, folder: Path) -> Case:
+        """A file of conf/ as people leave it, or a disk."""
+        conf = folder / "conf"
+        shutil.copytree(CONF, conf)
+        experiment = rng.choice([(), (), ("+experiment=ddtree",), ("optimizer=adamw",), ("objective=soft",)])
+        read = [
+            "train",
+            "target/embedded",
+            "drafter/small",
+            "optimizer/muon",
+            "trainer/default",
+            "callbacks/default",
+            "logger/csv",
+            "debug/fast",
+        ]
+        path = conf / f"{rng.choice(read)}.yaml"
+        kind = rng.choice(("bytes", "torn", "text", "value", "value", "value", "entry"))
+        data = path.read_bytes()
+        if kind == "entry":
+            about = entry_damaged(path, rng)
+        elif kind == "value":
+            about = _value_edited(path, rng)
+        else:
+            change: Any = {"bytes": bytes_damaged, "torn": torn, "text": text_edited}[kind]
+            changed, about = change(data, rng)
+            path.write_bytes(changed)
+        written = [f"paths.output_dir={folder}/run", f"data.cache_dir={folder}/cache", *_SMALL, *experiment]
+        name = path.relative_to(conf).with_suffix("").as_posix()
+        return Case(
+            f"conf/{name}.yaml: {about}",
+            lambda: planned([*written], conf),
+            # Hydra names what it was composing; a wrong value is named as if it had been given.
+            [name, path.stem, str(conf), name.split("/")[0], "defaults", *(key.rsplit(".", 1)[-1] for key in self.keys)],
+            lambda made: self._begins(*made),
+            may_write=["run", f"conf/away_{path.name}", f"away_{path.name}"],
+            limit_s=60,
+        )
+
+    def _words(self, rng: random.Random, folder: Path) -> Case:
         overrides: list[str] = []
         names: list[str] = []
         for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
@@ -169,7 +211,8 @@ _GOES_WITH: dict[str, Sequence[str]] = {
     **dict.fromkeys(
         ("anchors", "rows_per_batch", "row_tokens", "block_size", "num_attention_heads"), ("dense attention", "sliding_window")
     ),
-    **dict.fromkeys(["prompt_tokens", "response_tokens", "max_new_tokens", "block_size"], ("positions",)),
+    **dict.fromkeys(["prompt_tokens", "response_tokens", "max_new_tokens"], ("positions",)),
+    "block_size": ["dense attention", "sliding_window", "positions"],
     "layers": ["layer_types", "sliding_window"],
     "drafters": ["hosts", "processes", "MASTER_ADDR"],
     "hosts": ["MASTER_ADDR", "processes"],
@@ -179,6 +222,26 @@ _GOES_WITH: dict[str, Sequence[str]] = {
     "tree_budgets": ["monitor"],
     "labels": ["temperature"],
 }
+
+
+def _value_edited(path: Path, rng: random.Random) -> str:
+    """Another value, name, indentation or kind of entry in one line."""
+    lines = path.read_text().splitlines()
+    place = rng.choice([number for number, line in enumerate(lines) if ":" in line and not line.lstrip().startswith("#")])
+    key, _, rest = lines[place].partition(":")
+    match rng.randrange(5):
+        case 0:
+            lines[place] = f"{key}_:{rest}"
+        case 1:
+            lines[place] = f"  {lines[place]}"
+        case 2:
+            lines[place] = f"- {lines[place]}"
+        case 3:
+            lines[place] = f"{key}{rest}"
+        case _:
+            lines[place] = f"{key}: {rng.choice(_WORDS)}"
+    path.write_text("\n".join(lines) + "\n")
+    return repr(lines[place][:60])
 
 
 def _as_word(value: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bytes_damaged", "entry_damaged", "json_damaged", "odd_value"]
+__all__ = ["bytes_damaged", "dumped", "entry_damaged", "file_damaged", "json_damaged", "odd_value", "text_edited", "torn"]
 
 _ODD: tuple[Callable[[random.Random], Any], ...] = (
     lambda rng: None,
@@ -100,6 +100,99 @@ def bytes_damaged(data: bytes, rng: random.Random, *, gentle: bool = False) -> t
         case _:
             changed, said = rng.randbytes(min(size, 2048)), "noise"
     return changed, said
+
+
+def torn(data: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """What a machine that lost its power leaves of a file: blocks that never got to the disk, at its end or inside; and what it is."""
+    size, block = len(data), rng.choice([16, 512, 4096])
+    place = rng.randrange(size) // block * block
+    match rng.randrange(4):
+        case 0:  # its length is known, what is in it is not
+            return data[:place] + bytes(size - place), f"zeros from {place} on"
+        case 1:
+            return data[:place], f"ends at {place} of {size}"
+        case 2:
+            return data[:place] + bytes(min(block, size - place)) + data[place + block :], f"a block of zeros at {place}"
+        case _:  # written anew over a longer one, or twice
+            return data + data[place:], f"goes on with what is at {place}"
+
+
+_EDITS: tuple[tuple[str, Callable[[str, random.Random], str]], ...] = (
+    ("as Windows ends lines", lambda text, rng: text.replace("\n", "\r\n")),
+    ("as old Macs ended lines", lambda text, rng: text.replace("\n", "\r")),
+    ("typographic quotes", lambda text, rng: text.replace('"', "\u201c")),
+    ("single quotes", lambda text, rng: text.replace('"', "'")),
+    ("one quote lost", lambda text, rng: _without(text, '"', rng)),
+    ("one comma lost", lambda text, rng: _without(text, ",", rng)),
+    ("one colon lost", lambda text, rng: _without(text, ":", rng)),
+    ("one bracket lost", lambda text, rng: _without(text, rng.choice("{}[]"), rng)),
+    ("a comma after the last", lambda text, rng: text.replace("}", ",}", 1)),
+    ("a comment", lambda text, rng: text.replace(",", ", // as before\n", 1)),
+    ("a comment of YAML", lambda text, rng: f"# mine\n{text}"),
+    ("tabs", lambda text, rng: text.replace("  ", "\t")),
+    ("a line twice", lambda text, rng: _line_twice(text, rng)),
+    ("a line less", lambda text, rng: _line_less(text, rng)),
+    ("what git leaves of two", lambda text, rng: f"<<<<<<< HEAD\n{text}\n=======\n{text}\n>>>>>>> theirs\n"),
+    ("twice", lambda text, rng: text + text),
+    ("True for true", lambda text, rng: text.replace("true", "True").replace("false", "False").replace("null", "None")),
+    ("no-break spaces", lambda text, rng: text.replace(" ", "\u00a0")),
+    ("a NUL", lambda text, rng: _put_in(text, "\0", rng)),
+    ("a page of HTML", lambda text, rng: "<!DOCTYPE html><html><body>404</body></html>"),
+    ("a pointer of Git LFS", lambda text, rng: "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+    ("white space", lambda text, rng: " \n\t\n"),
+    ("deep", lambda text, rng: "[" * 100_000),
+    ("a long number", lambda text, rng: "".join("9" * 5000 if one.isdigit() else one for one in text[:2000]) + text[2000:]),
+)
+
+
+def text_edited(data: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """A text as people, editors, browsers and version control leave it, or in another encoding; and what was done."""
+    text = data.decode("utf-8", "replace")
+    if rng.random() < 0.25:
+        name = rng.choice(["utf-16", "utf-8-sig", "utf-32", "cp037", "latin-1"])
+        text = text.replace("e", "\u00e9", 1) if name == "latin-1" else text
+        return text.encode(name, "replace"), f"in {name}"
+    about, edit = rng.choice(_EDITS)
+    return edit(text, rng).encode(), about
+
+
+def _place(text: str, what: str, rng: random.Random) -> int:
+    return rng.choice([place for place, one in enumerate(text) if one == what] or [len(text)])
+
+
+def _without(text: str, what: str, rng: random.Random) -> str:
+    place = _place(text, what, rng)
+    return text[:place] + text[place + 1 :]
+
+
+def _put_in(text: str, what: str, rng: random.Random) -> str:
+    place = rng.randrange(len(text) + 1)
+    return text[:place] + what + text[place:]
+
+
+def _line_twice(text: str, rng: random.Random) -> str:
+    lines = text.splitlines(keepends=True)
+    place = rng.randrange(len(lines))
+    return "".join([*lines[: place + 1], *lines[place:]])
+
+
+def _line_less(text: str, rng: random.Random) -> str:
+    lines = text.splitlines(keepends=True)
+    del lines[rng.randrange(len(lines))]
+    return "".join(lines)
+
+
+def file_damaged(data: bytes, rng: random.Random, *, text: bool = True, gentle: bool = False) -> tuple[bytes, str]:
+    """One of the ways above in which the bytes of a file go wrong.
+
+    Args:
+        text: whether people edit it.
+        gentle: of :func:`bytes_damaged`.
+    """
+    draw = rng.random()
+    if text and draw < 0.25:
+        return text_edited(data, rng)
+    return torn(data, rng) if draw < 0.45 else bytes_damaged(data, rng, gentle=gentle)
 
 
 def entry_damaged(path: Path, rng: random.Random) -> str:

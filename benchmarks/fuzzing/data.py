@@ -23,7 +23,7 @@ from dflash_lit.responses.raw_prompts import read_raw_prompts
 from dflash_lit.responses.read_records import sample_documents
 from dflash_lit.responses.record_file import RecordFile, dropped_path, settings_path
 from fuzzing.case import Case, Wrong
-from fuzzing.damage import bytes_damaged, dumped, entry_damaged, json_damaged
+from fuzzing.damage import dumped, entry_damaged, file_damaged, json_damaged
 
 __all__ = ["Fuzzed", "tokenizer_with_template"]
 
@@ -102,11 +102,11 @@ class Fuzzed:
             lines[number] = dumped(value)
             data, about = b"\n".join(lines) + b"\n", f"line {number + 1}: {about}"
         else:
-            data, about = bytes_damaged(b"\n".join(lines) + b"\n", rng, gentle=rng.random() < 0.4)
+            data, about = file_damaged(b"\n".join(lines) + b"\n", rng, gentle=rng.random() < 0.4)
         if path.name.endswith(".gz"):
             data = gzip.compress(data, mtime=0)
             if rng.random() < 0.5:
-                data, about = bytes_damaged(data, rng)
+                data, about = file_damaged(data, rng, text=False)
                 about = f"compressed {about}"
         path.write_bytes(data)
         if rng.random() < 0.1:
@@ -119,7 +119,7 @@ class Fuzzed:
         path = folder / rng.choice(["a.jsonl", "a.jsonl", "a.jsonl.gz", "a.parquet"])
         if path.suffix == ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(_records()), path, compression=rng.choice(["none", "zstd"]))
-            data, about = bytes_damaged(path.read_bytes(), rng, gentle=rng.random() < 0.5)
+            data, about = file_damaged(path.read_bytes(), rng, text=False, gentle=rng.random() < 0.5)
             path.write_bytes(data)
         else:
             about = self._damaged(_records(), path, rng)
@@ -163,7 +163,7 @@ class Fuzzed:
             path.rename(path := folder / rng.choice(["prompts.txt", "prompts", "prompts.json"]))
 
         def check(prompts: Any) -> None:
-            lines = path.read_bytes().decode("utf-8-sig").split("\n")
+            lines = path.read_text(encoding="utf-8-sig").split("\n")  # as of any system's text files
             for prompt in prompts:
                 line = lines[int(prompt.name.rsplit(":", 1)[1]) - 1]
                 text = line.rstrip("\r")
@@ -212,7 +212,7 @@ class Fuzzed:
         if rng.random() < 0.15:
             about = entry_damaged(which, rng)
         elif (data := which.read_bytes()) and rng.random() < 0.7:
-            changed, about = bytes_damaged(data, rng)
+            changed, about = file_damaged(data, rng)
             which.write_bytes(changed)
         else:
             lines = [json.loads(line) for line in path.read_bytes().splitlines()]

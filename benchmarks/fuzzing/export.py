@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.export import load_drafter, save_drafter
-from fuzzing.case import Case, Wrong
-from fuzzing.damage import bytes_damaged, dumped, entry_damaged, json_damaged
+from fuzzing.case import Case, Wrong, logged
+from fuzzing.damage import dumped, entry_damaged, file_damaged, json_damaged
 
 __all__ = ["Fuzzed"]
 
@@ -84,12 +82,12 @@ class Fuzzed:
         verdict = check
         match rng.randrange(10):
             case 0 | 1 | 2:
-                data, about = bytes_damaged(file.read_bytes(), rng, gentle=rng.random() < 0.7)
+                data, about = file_damaged(file.read_bytes(), rng, text=False, gentle=rng.random() < 0.7)
                 file.write_bytes(data)
                 about = f"{file.name}: {about}"
             case 3:
                 config = place / "config.json"
-                data, about = bytes_damaged(config.read_bytes(), rng, gentle=rng.random() < 0.7)
+                data, about = file_damaged(config.read_bytes(), rng, gentle=rng.random() < 0.7)
                 config.write_bytes(data)
                 about, verdict = f"config.json: {about}", edited
             case 4 | 5:
@@ -190,16 +188,8 @@ class Fuzzed:
 
 def _loaded(place: Path) -> tuple[Drafter, str]:
     """The drafter, and what was logged."""
-    said = StringIO()
-    handler, log = logging.StreamHandler(said), logging.getLogger("dflash_lit.export")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with logged("dflash_lit.export") as said:
         return load_drafter(place), said.getvalue()
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 def _as_files(found: Drafter, place: Path) -> None:
@@ -219,8 +209,7 @@ def _as_written(found: Drafter, place: Path) -> None:
     config = found.config
     told = {**said, "mask_token_id": own["mask_token_id"], "block_size": own.get("block_size", said.get("block_size"))}
     told["target_layer_ids"] = tuple(own["target_layer_ids"])
-    told["target_fingerprint"] = own.get("target_fingerprint", "")
-    for name, default in {"causal": False}.items():
+    for name, default in {"causal": False, "target_fingerprint": ""}.items():
         told[name] = default if own.get(name) is None else own[name]  # null is what others write for "not set"
     if not config.slides:
         told["layer_types"], told["sliding_window"] = (), None

@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.remove(str(Path(__file__).parent))  # its modules have names that others have, too
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "src")) if path not in sys.path]
 
+import dflash_lit.early  # noqa: E402, F401 - before lightning imports torch's compiler
+
+# isort: split
 import hydra  # noqa: E402
 import optuna  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402

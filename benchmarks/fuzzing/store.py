@@ -14,11 +14,13 @@ import torch
 from dflash_lit.data.chat import ChatSettings
 from dflash_lit.data.offline import StoredFeatures, write_features
 from dflash_lit.data.packing import PackedRows
+from dflash_lit.data.prompts import Prompt
+from dflash_lit.data.respond import _read, _Stored, _write
 from dflash_lit.data.row_plan import plan_rows
 from dflash_lit.data.store import DocumentStore, StoreSettings, build_store
 from dflash_lit.data.stored_rows import StoredRows, load_rows
 from fuzzing.case import Case, Wrong
-from fuzzing.damage import bytes_damaged, dumped, entry_damaged, json_damaged
+from fuzzing.damage import dumped, entry_damaged, file_damaged, json_damaged
 from fuzzing.data import tokenizer_with_template
 
 __all__ = ["Fuzzed"]
@@ -66,7 +68,7 @@ class Fuzzed:
         return build_store(str(self.source), self.tokenizer, self.settings, cache, workers=1, progress=False)
 
     def case(self, rng: random.Random, folder: Path) -> Case:
-        made = rng.choice((self._documents, self._documents, self._unfinished, self._features, self._rows))
+        made = rng.choice((self._documents, self._documents, self._unfinished, self._features, self._rows, self._responses))
         return made(rng, folder)
 
     def _damage(self, place: Path, rng: random.Random) -> str:
@@ -77,7 +79,7 @@ class Fuzzed:
             value, about = json_damaged(json.loads(file.read_text()), rng)
             file.write_bytes(dumped(value))
         else:
-            data, about = bytes_damaged(file.read_bytes(), rng, gentle=rng.random() < 0.5)
+            data, about = file_damaged(file.read_bytes(), rng, text=file.suffix in ("", ".json"), gentle=rng.random() < 0.5)
             file.write_bytes(data)
         return f"{file.relative_to(place)}: {about}"
 
@@ -103,6 +105,20 @@ class Fuzzed:
             self._same,
             may_write=["cache"],
         )
+
+    def _responses(self, rng: random.Random, folder: Path) -> Case:
+        """Kept ones are read as they were written, or made anew with a warning."""
+        prompts = [Prompt(f"p{n}", [5, 6, 7 + n]) for n in range(4)]
+        texts = [np.arange(3 + n, dtype=np.int32) for n in range(4)]
+        path = folder / "kept" / "a.safetensors"
+        _write(path, "key", prompts, _Stored(texts, 2.0), {"seed": 0})
+        about = self._damage(path.parent, rng)
+
+        def check(found: Any) -> None:
+            if found is not None and not all(np.array_equal(a, b) for a, b in zip(found.texts, texts, strict=True)):
+                raise Wrong("other responses than were written")
+
+        return Case(f"responses: {about}", lambda: _read(path, "key", prompts), ["a.safetensors"], check)
 
     def _same(self, found: Any) -> None:
         if found != self.documents:

@@ -53,9 +53,9 @@ TINY = (
 )
 
 
-def planned(overrides: Sequence[str]) -> tuple[TrainConfig, Plan]:
+def planned(overrides: Sequence[str], conf: Path = CONF) -> tuple[TrainConfig, Plan]:
     """The config that a command line gives, and its plan."""
-    with groups_explained(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
+    with groups_explained(overrides), initialize_config_dir(str(conf), version_base="1.3"):
         composed = compose("train", overrides=list(overrides))
     cfg = OmegaConf.to_object(composed)
     assert isinstance(cfg, TrainConfig)

@@ -50,6 +50,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "doctor" not in arguments:  # which says what is wrong with a machine
+        import_module("dflash_lit.early")
     args = _parser(arguments).parse_args(arguments)
     return run_command(lambda: args.run(args))
 

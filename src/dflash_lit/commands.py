@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.stopping import PREEMPTS, stopping
@@ -84,7 +85,9 @@ def exits_on_user_error(*, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def groups_explained(words: Sequence[str]) -> Iterator[None]:
-    """Around composing a config: what Hydra and OmegaConf have bare ValueErrors for is named: a group that is set to null, a list's key.
+    """Around composing a config: what Hydra and OmegaConf have bare errors for is named.
+
+    A group that is set to null, a list's key, a file that is not YAML.
 
     Args:
         words: of the command line.
@@ -94,7 +97,29 @@ def groups_explained(words: Sequence[str]) -> Iterator[None]:
     """
     try:
         yield
+    except (YAMLError, UnicodeDecodeError, RecursionError) as error:
+        if (file := _config_file(error)) is None:
+            raise
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        said = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{file}{line}: is not YAML ({said}); correct it, or take the file from where it came from again"
+        ) from None
+    except AssertionError as error:  # OmegaConf's own, of a key below a list that is not set
+        if not _raised_in(error, "omegaconf"):
+            raise
+        named = " ".join(word for word in words if "." in word.partition("=")[0]) or " ".join(words)
+        raise UserError(
+            f"{named}: there is nothing that could have such an entry; give the whole value, such as [1,2]"
+        ) from None
     except ValueError as error:
+        if not isinstance(error, UnicodeError) and (file := _config_file(error)):
+            raise UserError(f"{file}: {' '.join(str(error).split())}; correct it") from None
+        if str(error).startswith("Unsupported type in defaults"):
+            raise UserError(
+                f"defaults: the list of that name in a config file has an entry that is none ({error}); correct it"
+            ) from None
         key = re.fullmatch(r"invalid literal for int\(\) with base 10: '(.*)'", str(error))
         if str(error).startswith("Config group override must be"):
             named = " ".join(word for word in words if word.endswith(("=null", "=None", "="))) or " ".join(words)
@@ -110,7 +135,16 @@ def _raised_in(error: BaseException, package: str) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] == package
 
 
-def _makes_folder(error: OSError) -> bool:
+def _config_file(error: Exception) -> str | None:
+    """The file that Hydra was reading."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        place = (frame.f_globals.get("__name__"), frame.f_code.co_name)
+        if place == ("hydra._internal.core_plugins.file_config_source", "load_config"):
+            return str(frame.f_locals.get("full_path"))
+    return None
+
+
+def _makes_folder(error: Exception) -> bool:
     """Whether it was Hydra that met with it, making a run's folder, before it has called anything of ours."""
     trace = error.__traceback__
     while trace is not None:
@@ -138,11 +172,13 @@ def run_command(command: Callable[[], Any]) -> int:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    except OSError as error:
-        if chosen == "1" or not _makes_folder(error):
+    except (OSError, ValueError) as raised:
+        # Of a file to log to there is a ValueError, for the error that says why.
+        cause = raised if isinstance(raised, OSError) else raised.__cause__
+        if chosen == "1" or not isinstance(cause, OSError) or not _makes_folder(raised):
             raise
         print(
-            f"error: {error.filename or 'hydra.run.dir'}: the run's folder cannot be made ({error.strerror}); name another with hydra.run.dir, "
+            f"error: {cause.filename or 'hydra.run.dir'}: the run's folder cannot be made ({cause.strerror}); name another with hydra.run.dir, "
             "or a place for all runs with DFLASH_LIT_RUNS",
             file=sys.stderr,
         )

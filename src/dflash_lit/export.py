@@ -27,7 +27,15 @@ from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.files import file_digest, read_json, refuse_no_file
 
-__all__ = ["drafter_from_checkpoint", "drafter_of", "load_drafter", "read_config", "save_drafter", "served_config"]
+__all__ = [
+    "drafter_from_checkpoint",
+    "drafter_of",
+    "load_drafter",
+    "read_config",
+    "refuse_other",
+    "save_drafter",
+    "served_config",
+]
 
 _WEIGHTS, _PATH_HEAD, _CONFIG = "model.safetensors", "path_head.safetensors", "config.json"
 _log = logging.getLogger(__name__)
@@ -99,13 +107,22 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, auto_map: bool = False
         ) from error
 
 
+def refuse_other(folder: Path) -> None:
+    """Refuse to export to a folder that is there and is no export: it would be replaced.
+
+    Raises:
+        UserError: naming what it holds.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is a file; name a folder to export to")
+    if other := {path.name for path in folder.iterdir()} - {_WEIGHTS, _PATH_HEAD, _CONFIG}:
+        raise UserError(f"{folder}: holds {sorted(other)[0]!r}, which is no exported drafter; name a new folder")
+
+
 def _save(drafter: Drafter, folder: Path, *, auto_map: bool) -> Path:
-    if folder.exists():
-        # It is going to be replaced: only ever another export.
-        if not folder.is_dir():
-            raise UserError(f"{folder}: is a file; name a folder to export to")
-        if other := {path.name for path in folder.iterdir()} - {_WEIGHTS, _PATH_HEAD, _CONFIG}:
-            raise UserError(f"{folder}: holds {sorted(other)[0]!r}, which is no exported drafter; name a new folder")
+    refuse_other(folder)
     files: dict[str, dict[str, Tensor]] = {}
     for name, value in drafter.state_dict().items():
         if not bool(value.isfinite().all()):
@@ -325,6 +342,23 @@ def drafter_of(saved: dict[str, Any], path: str | Path) -> Drafter:
             raise UserError(f"{path}: {prefix}{name} has the layout {value.layout}; use another checkpoint")
         if not bool(value.isfinite().all()):
             raise UserError(f"{path}: {prefix}{name} has values that are not finite; use another checkpoint")
+    for number in range(config.num_hidden_layers):
+        if (name := f"layers.{number}.self_attn.q_proj.weight") not in weights:
+            raise UserError(f"{path}: its weights do not fit its settings ({prefix}{name} is missing); use another checkpoint")
+    try:
+        with torch.device("meta"):  # before anything of these sizes is made
+            expected = {name: value.shape for name, value in Drafter(config).state_dict().items()}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except (RuntimeError, TypeError, OverflowError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(f"{path}: its sizes cannot be those of a model ({reason}); use another checkpoint") from error
+    for name in sorted(expected.keys() & weights.keys()):
+        if weights[name].shape != expected[name]:
+            found, wanted = list(weights[name].shape), list(expected[name])
+            raise UserError(
+                f"{path}: its weights do not fit its settings ({prefix}{name} has shape {found}, not {wanted}); use another checkpoint"
+            )
     drafter = Drafter(config)
     try:
         drafter.load_state_dict(weights)

@@ -38,7 +38,7 @@ def read_json(path: Path, advice: str) -> Any:
     """What a JSON file holds.
 
     Args:
-        advice: what to give instead of a file that cannot be read.
+        advice: what to give, or do, instead of a file that cannot be read or is not JSON.
 
     Raises:
         UserError: naming the file.
@@ -49,7 +49,7 @@ def read_json(path: Path, advice: str) -> Any:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not JSON ({error})") from error
+        raise UserError(f"{path}: is not JSON ({error}); {advice}") from error
 
 
 def file_digest(path: str | Path) -> str:
@@ -97,6 +97,8 @@ def map_array(path: Path, mode: Literal["r", "c"] = "r") -> np.ndarray:
         array: np.ndarray = np.load(path, mmap_mode=mode, allow_pickle=False)
     except Exception as error:  # its header is read by Python's own tokenizer and parser, whose errors are many
         raise ValueError(f"{path.name}: {' '.join(str(error).split())[:120]}") from error
+    if not array.dtype.isnative:  # the bytes would be right, and the numbers not
+        raise ValueError(f"{path.name}: has the byte order of another machine")
     return array
 
 

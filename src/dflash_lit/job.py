@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from dflash_lit.blocked import refuse_blocked
 from dflash_lit.checkpoints.contract import CONTENT, compare
 from dflash_lit.checkpoints.file import load
 from dflash_lit.checkpoints.io import VerifiedCheckpointIO
@@ -236,7 +237,7 @@ class Job:
         """Callbacks and loggers of the config.
 
         Raises:
-            UserError: naming the entry that cannot be made.
+            UserError: naming the entry that cannot be made, or what is in the way of what they are going to write.
         """
         made: dict[str, list[Any]] = {}
         kinds: dict[str, type] = {"callbacks": Callback, "logger": Logger}
@@ -259,6 +260,8 @@ class Job:
                     raise UserError(f"{section}.{name}: is no {kind.__name__}; check its _target_")
                 made[section].append(value)
         _check_monitors(made["callbacks"], self.cfg.evaluation.tree_budgets)
+        if self.leads:
+            refuse_blocked(self.folder, made["callbacks"], made["logger"])
         return made["callbacks"], made["logger"]
 
     def _resumed(self, node: Any) -> dict[str, str]:

@@ -13,12 +13,15 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from html import escape
+from pathlib import Path
 
 import matplotlib
 import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from dflash_lit.errors import UserError
 
 __all__ = [
     "acceptance_by_slot",
@@ -28,6 +31,7 @@ __all__ = [
     "loss_curves",
     "parallel_coordinates",
     "pipeline_curves",
+    "save_picture",
     "tau_by_budget",
     "tree_by_budget",
 ]
@@ -263,6 +267,24 @@ def _line(axes: Axes, series: Series, label: str, **look: object) -> None:
 def _from_zero(axes: Axes) -> None:
     """Autoscaling leaves room for the range of the values, which is little for lengths that hardly differ: markers would be cut."""
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def save_picture(figure: Figure, path: str | Path, *, dpi: int, option: str = "") -> None:
+    """Write it; the suffix chooses the format (.png, .svg, .pdf).
+
+    Args:
+        option: that named the file, for the message.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    # Without a date, which matplotlib would take from SOURCE_DATE_EPOCH, whatever that holds.
+    metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
+    try:
+        figure.savefig(path, dpi=dpi, metadata=metadata)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(f"{option}{path}: cannot write the picture ({reason}); name another .png, .svg or .pdf file") from error
 
 
 def _svg(figure: Figure, axes: Axes, title: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -94,10 +94,23 @@ def _positive(section: str, values: object, *names: str) -> None:
             raise UserError(f"{section}.{name}={value}: must be at least 1")
 
 
+def _container(hint: Any) -> tuple[type, ...]:
+    """What a value may be by its annotation, if that says list or dict."""
+    for one in (hint, *get_args(hint)):
+        if (kind := get_origin(one) or one) in (list, dict):
+            return (list, tuple) if kind is list else (dict,)
+    return ()
+
+
 def _no_giants(values: object, place: str = "") -> None:
-    """No whole number that tensors cannot hold."""
+    """No whole number that tensors cannot hold, and nothing but lists and dicts where those belong."""
+    kinds = get_type_hints(type(values))
     for field in fields(values):  # type: ignore[arg-type]
         name, value = f"{place}{field.name}", getattr(values, field.name)
+        kind = _container(kinds[field.name])
+        if kind and value is not None and not isinstance(value, kind):  # what an interpolation leads to is not checked before
+            what = "a whole section of the config" if is_dataclass(value) else f"{value!r}"
+            raise UserError(f"{name}: is {what}; give a {kind[0].__name__}")
         if is_dataclass(value):
             _no_giants(value, f"{name}.")
         for one in value if isinstance(value, list | tuple) else [value]:
@@ -347,12 +360,19 @@ def make_plan(cfg: TrainConfig, *, checkpoint: bool = True) -> Plan:
         find_sources(cfg.data.path, split=cfg.data.split)
     drafter = derive_drafter(cfg.drafter, info)
     if cfg.drafter.init_from is not None:
-        warm = read_config(cfg.drafter.init_from)
+        try:
+            warm = read_config(cfg.drafter.init_from)
+        except UserError as error:
+            raise UserError(f"drafter.init_from: {error}") from None
         for name in (
             "block_size",
             "mask_token_id",
             "target_layer_ids",
             "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
             "num_hidden_layers",
             "vocab_size",
             "causal",

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_lit.errors import UserError
-from dflash_lit.files import write_whole
+from dflash_lit.files import refuse_no_file, write_whole
 from dflash_lit.report_page import (
     Metrics,
     decimal,
@@ -51,15 +51,23 @@ def load_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; it is the metrics.csv that Lightning's CSVLogger writes")
     series: dict[str, dict[int, float]] = {}
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for row in csv.DictReader(file):
-            step = _parsed(row.get("step"))
-            if step is None or not math.isfinite(step):
-                continue
-            for name, cell in row.items():
-                value = _parsed(cell)
-                if name and name != "step" and value is not None:
-                    series.setdefault(name, {})[int(step)] = value
+    try:
+        with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+            table = csv.DictReader(file)
+            if table.fieldnames and "step" not in table.fieldnames:
+                raise UserError(
+                    f"{path}: has no column 'step', so it is no metrics.csv of Lightning's CSVLogger; name it by --metrics"
+                )
+            for row in table:
+                step = _parsed(row.get("step"))
+                if step is None or not math.isfinite(step):
+                    continue
+                for name, cell in row.items():
+                    value = _parsed(cell)
+                    if name and name != "step" and value is not None:
+                        series.setdefault(name, {})[int(step)] = value
+    except (OSError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read ({error}); name another by --metrics") from error
     return {name: sorted(values.items()) for name, values in series.items()}
 
 
@@ -122,11 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rebuild(run: Path, metrics: Path | None) -> Path:
     source = run / SUMMARY
+    refuse_no_file(source, "give the folder of a run that finished")
     try:
         summary = json.loads(source.read_text(encoding="utf-8"))
     except OSError:
         raise UserError(f"{source}: cannot be read; give the folder of a run that finished") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{source}: not JSON ({error}); run the training or the evaluation again") from None
     if not isinstance(summary, dict):
         raise UserError(f"{source}: holds a {type(summary).__name__}, not an object of results")

@@ -36,7 +36,12 @@ NOT_MEASURED = "not measured"
 def number(summary: Mapping[str, Any], key: str) -> float | None:
     """A finite number of the summary, or None: a mean over nothing is NaN, which is not a measurement."""
     value = summary.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < math.inf:
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a whole number that no float holds
+        return None
 
 
 def decimal(summary: Mapping[str, Any], key: str, unit: str = "") -> str:

@@ -103,7 +103,12 @@ def run_folder(otherwise: str) -> str:
         otherwise: name of a new one.
     """
     if is_restarted() and (note := _note(sys.argv[1:])).is_file():
-        return note.read_text(encoding="utf-8").strip()
+        found = note.read_text(encoding="utf-8", errors="replace").strip()
+        if not os.path.isabs(found) or not found.isprintable() or "\ufffd" in found:
+            raise UserError(
+                f"{note}: holds no folder of a run; name this job's with hydra.run.dir, or delete the file for a new one"
+            )
+        return found
     return str(runs_root() / otherwise)
 
 

@@ -31,6 +31,9 @@ PREEMPTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 ENDING_S = 10.0
 """For the other processes to hear that the time to save is over."""
 
+AGAIN_S = 0.01
+"""After a signal whose exception Python has let go nowhere, until it comes again."""
+
 
 class Stopping:
     """What this process has been told. There is one, as signals are a process's own.
@@ -54,6 +57,8 @@ class Stopping:
         self._began = time.monotonic()
         self._before: dict[int, Any] = {}
         self._pipe: tuple[int, int] | None = None
+        self._told_lost: Callable[[sys.UnraisableHookArgs], object] = sys.__unraisablehook__
+        self._retry: threading.Timer | None = None
 
     # -- rank 0, from its beginning to its end
 
@@ -77,9 +82,15 @@ class Stopping:
         clock.start()
         for signum in mine:
             signal.signal(signum, self._told)
+        others, sys.unraisablehook = sys.unraisablehook, self._lost
+        self._told_lost = others
         try:
             yield
         finally:
+            sys.unraisablehook = others
+            if self._retry is not None:
+                self._retry.cancel()
+                self._retry = None
             signal.setitimer(signal.ITIMER_REAL, 0)
             for signum in mine:
                 # Who was told to stop is told again while it ends, by SLURM for one.
@@ -91,6 +102,23 @@ class Stopping:
             for end in self._pipe:
                 os.close(end)
             self._leads, self._pipe = False, None
+
+    def _lost(self, found: sys.UnraisableHookArgs) -> None:
+        """Python lets no exception out of a ``__del__`` or a weak reference's callback. If it was ours: once more, when that is over."""
+        error = found.exc_value
+        if not isinstance(error, Interrupted | KeyboardInterrupt):
+            self._told_lost(found)
+            return
+        signum = error.signal if isinstance(error, Interrupted) else signal.SIGINT
+
+        def again() -> None:
+            if isinstance(error, Interrupted):
+                self.signal = 0
+            os.kill(os.getpid(), signum)
+
+        self._retry = threading.Timer(AGAIN_S, again)
+        self._retry.daemon = True
+        self._retry.start()
 
     def begin(self, *, limit_s: float, max_time: str | None, checkpoint: str | None, per_job: bool) -> None:
         """A run begins, whose config is known now.

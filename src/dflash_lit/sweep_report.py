@@ -11,10 +11,13 @@ import io
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from dflash_lit.config import TrainConfig
+from dflash_lit.errors import UserError
 from dflash_lit.files import write_whole
 from dflash_lit.sweep_page import page
 from dflash_lit.sweep_results import Sweep, SweepJob, load_config, read_sweep, scalars
@@ -73,7 +76,12 @@ def _table(sweep: Sweep) -> str:
 
 def _best_config(sweep: Sweep, job: SweepJob) -> str:
     """A primary config for ``train.py``: all that the job was composed of, and where Hydra puts a run."""
-    composed = load_config(job.folder / ".hydra" / "config.yaml")
+    path = job.folder / ".hydra" / "config.yaml"
+    composed = load_config(path)
+    try:
+        OmegaConf.merge(OmegaConf.structured(TrainConfig), composed)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: is no config of a run ({str(error).splitlines()[0][:200]}); best.yaml needs it") from None
     hydra = OmegaConf.select(load_config(job.folder / ".hydra" / "hydra.yaml"), "hydra", default=OmegaConf.create())
     kept = OmegaConf.masked_copy(hydra, [key for key in ("run", "sweep") if key in hydra])
     if "job" in hydra and "chdir" in hydra.job:

@@ -5,7 +5,6 @@ Nothing has to have ended well: it can be read while a sweep runs, and after it 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lit.errors import UserError
+from dflash_lit.files import read_json, refuse_no_file
+from dflash_lit.report_page import number
 from dflash_lit.sweeps.outcome import Outcome, override_words, read_outcome
 from dflash_lit.trained import SUMMARY
 
@@ -62,9 +63,7 @@ class SweepJob:
 
     def value(self, metric: str) -> float | None:
         """A finite number of the summary."""
-        found = (self.summary or {}).get(metric)
-        good = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
-        return float(found) if good else None  # type: ignore[arg-type]
+        return number(self.summary or {}, metric)
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,7 @@ def read_sweep(folder: str | Path) -> Sweep:
     folder = Path(folder)
     jobs = tuple(_job(path) for path in _job_folders(folder))
     if not jobs:
-        raise UserError(
-            f"{folder}: holds no jobs of a sweep (folders with .hydra/overrides.yaml); give what hydra.sweep.dir was"
-        )
+        raise UserError(f"{folder}: holds no jobs of a sweep (folders with .hydra in them); give what hydra.sweep.dir was")
     asked = next((metric for job in jobs if (metric := _asked_metric(job.folder))), None)
     found = next((m for m in DEFAULT_METRICS if any(job.value(m) is not None for job in jobs)), DEFAULT_METRICS[0])
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
@@ -178,16 +175,19 @@ def _job(folder: Path) -> SweepJob:
 
 
 def _job_folders(folder: Path) -> list[Path]:
-    found = [path.parent.parent for path in folder.glob("*/.hydra/overrides.yaml")]
+    found = [path.parent for path in folder.glob("*/.hydra") if path.is_dir()]
     return sorted(found, key=lambda path: (int(path.name) if path.name.isdecimal() else math.inf, path.name))
 
 
 def load_config(path: Path) -> DictConfig:
+    needed = "the job's config is needed to write best.yaml"
+    refuse_no_file(path, needed)
     try:
         found = OmegaConf.load(path)
     except Exception as error:  # of the file system, of YAML, of OmegaConf
-        raise UserError(f"{path}: cannot be read ({error}); the job's config is needed to write best.yaml") from None
-    assert isinstance(found, DictConfig)
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); {needed}") from None
+    if not isinstance(found, DictConfig):
+        raise UserError(f"{path}: holds no config; {needed}")
     return found
 
 
@@ -201,6 +201,7 @@ def _asked_metric(folder: Path) -> str | None:
 
 def _overrides(path: Path) -> dict[str, str]:
     try:
+        refuse_no_file(path, "")
         lines = override_words(OmegaConf.load(path))
     except Exception:  # half a file of a job that was killed, which is listed nevertheless
         return {}
@@ -210,7 +211,7 @@ def _overrides(path: Path) -> dict[str, str]:
 
 def _summary(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_json(path, "")
+    except UserError:
         return None
     return found if isinstance(found, dict) else None

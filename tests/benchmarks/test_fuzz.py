@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 
@@ -17,11 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import fuzz as script
 from fuzzing.case import Case, Wrong, judge
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from dflash_lit.commands import groups_explained, one_line
+from dflash_lit.config import register
 from dflash_lit.data.prompts import file_prompts
 from dflash_lit.data.sources import find_sources
 from dflash_lit.errors import Interrupted, UserError, stop_within
@@ -33,7 +36,17 @@ from dflash_lit.sweeps.trial import running_trial
 from tests.fork_server import forked_python
 
 ROOT = Path(__file__).parents[2]
-FEW = {"config": 6, "data": 50, "store": 50, "export": 50, "checkpoint": 12, "environment": 2, "signals": 1}
+FEW = {
+    "config": 6,
+    "data": 50,
+    "store": 50,
+    "export": 50,
+    "target": 8,
+    "run": 20,
+    "checkpoint": 12,
+    "environment": 2,
+    "signals": 1,
+}
 
 
 @pytest.mark.parametrize(("area", "cases"), FEW.items())
@@ -104,6 +117,11 @@ def test_a_response_without_a_count_of_tokens_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"out\.jsonl:1"), RecordFile(tmp_path / "out.jsonl", {}):
         pass
+    (tmp_path / "out.jsonl").write_text(
+        '{"id": "a", "key": "b", "flags": [[]], "tokens": 3}\n{"id": "c", "key": "d", "flags": [], "tokens": null}\n'
+    )
+    with pytest.raises(UserError, match=r"out\.jsonl:1"), RecordFile(tmp_path / "out.jsonl", {}):
+        pass
 
 
 def test_a_mapping_is_no_path() -> None:
@@ -147,6 +165,38 @@ def test_a_group_that_is_null_is_named() -> None:
         raise ValueError("Config group override must be a string or a list. Got NoneType")
     with pytest.raises(ValueError, match="another"), groups_explained([]):
         raise ValueError("another")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"seed: 1\n  more: 2\n", r"train\.yaml:2: is not YAML \(mapping values are not allowed here\)"),
+        (b"seed: 1\0\n", r"train\.yaml: is not YAML"),
+        (b"seed: \xff\n", r"train\.yaml: is not YAML .*invalid start byte"),
+        (b"a: " + b"[" * 5000, r"train\.yaml: is not YAML"),
+        ("# @package\u00a0_global_\nseed: 1\n".encode(), r"train\.yaml: Expected header format"),
+        (b"defaults:\n  - \n", r"defaults: the list of that name in a config file"),
+    ],
+)
+def test_a_config_file_that_is_not_yaml_is_named(tmp_path: Path, text: bytes, says: str) -> None:
+    (tmp_path / "train.yaml").write_bytes(text)
+    with (
+        pytest.raises(UserError, match=says),
+        groups_explained([]),
+        initialize_config_dir(str(tmp_path), version_base="1.3"),
+    ):
+        compose("train")
+
+
+def test_a_name_below_a_list_that_is_not_set_is_named() -> None:
+    register()
+    words = ["seed=1", "+drafter.target_layer_ids.more=auto"]
+    with (
+        pytest.raises(UserError, match=r"^\+drafter\.target_layer_ids\.more=auto: there is nothing that could have"),
+        groups_explained(words),
+        initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
+    ):
+        compose("train", overrides=words)
 
 
 def test_a_name_inside_a_list_is_named() -> None:
@@ -202,6 +252,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {tmp_path}/file/run: the run's folder cannot be made (Not a directory)")
     assert len(done.stderr.splitlines()) == 1
+    (tmp_path / "run" / "train.log").mkdir(parents=True)  # which Hydra logs to
+    done = subprocess.run(
+        [forked_python(), "train.py", "debug=fast", f"hydra.run.dir={tmp_path}/run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/run/train.log: the run's folder cannot be made (Is a directory)")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_sealed_files_are_whole_or_refused(tmp_path: Path) -> None:
@@ -215,3 +276,6 @@ def test_sealed_files_are_whole_or_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': ((((((((")
     with pytest.raises(ValueError, match=r"a\.npy"):
         map_array(tmp_path / "a.npy")
+    np.save(tmp_path / "b.npy", np.arange(3, dtype=">i4" if sys.byteorder == "little" else "<i4"))
+    with pytest.raises(ValueError, match=r"b\.npy: has the byte order of another machine"):
+        map_array(tmp_path / "b.npy")

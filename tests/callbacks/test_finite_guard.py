@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -430,6 +431,19 @@ def test_a_saved_step_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "step.json").write_text(
         '{"format": 1, "step": 3, "epoch": 0, "drafters": 1, "weights_step": 2, "module": {}, "target": {}}'
     )
+    whole = (tmp_path / "step.json").read_text()
+    for wrong, says in (
+        ('"found": [1]', "'found' is no list of texts"),
+        ('"losses": {"train/loss": "much"}', "'losses' or 'gradient_norms'"),
+    ):
+        (tmp_path / "step.json").write_text(f"{whole[:-1]}, {wrong}}}")
+        assert main(["replay", str(tmp_path)]) == 2
+        assert says in capsys.readouterr().err
+    (tmp_path / "step.json").write_text(whole)
+    os.mkfifo(tmp_path / "weights.safetensors")
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "weights.safetensors: cannot be read (it is a device or a pipe" in capsys.readouterr().err
+    (tmp_path / "weights.safetensors").unlink()
     (tmp_path / "weights.safetensors").write_bytes(b"\x00" * 40)
     assert main(["replay", str(tmp_path)]) == 2
     assert "weights.safetensors: cannot be read" in capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -114,6 +116,49 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: p
 
 
 OTHER = "torch2.9.0-triton3.5.0-cu128-sm90-py311-01234567"
+
+
+@pytest.mark.parametrize("start", ["import train", "from dflash_lit.cli import main; main(['plan'])"])
+def test_a_folder_that_torch_cannot_make_is_one_line_before_torch_is_imported(start: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", start],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"error: TORCHINDUCTOR_CACHE_DIR='.*/file/cache': cannot be made \(Not a directory\); .*\n", done.stderr
+    )
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_DOWNLOAD_TIMEOUT", "MPLBACKEND"])
+def test_a_variable_that_a_library_fails_with_is_named(name: str) -> None:
+    start = "import dflash_lit.early; import matplotlib; import huggingface_hub.constants"
+    done = subprocess.run(
+        [sys.executable, "-c", start], env={**os.environ, name: "soon"}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(rf"error: {name}='soon' in the environment: .*'soon'.*; correct or unset it\n", done.stderr)
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    start = "import dflash_lit.early; import os; raise ValueError(repr(os.environ['MINE']))"
+    done = subprocess.run(
+        [sys.executable, "-c", start],
+        env={**os.environ, "MINE": "soon"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
 
 
 def test_clear_deletes_this_key_and_all_those_of_ours(root: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
 import subprocess
 import sys
@@ -227,6 +228,20 @@ def test_damaged_files_are_made_anew(embedded: FrozenTarget, prompts: list[Promp
     assert not again.from_cache
     assert text_of(again) == text_of(first)
     assert run(embedded, prompts[:2], tmp_path, max_new_tokens=3).from_cache
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):
+    first = run(embedded, prompts[:2], tmp_path, max_new_tokens=3)
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    other_end = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # where it is waited for, the test fails rather than hangs
+    try:
+        with pytest.warns(UserWarning, match="it is a device or a pipe"):
+            again = run(embedded, prompts[:2], tmp_path, max_new_tokens=3)
+    finally:
+        os.close(other_end)
+    assert text_of(again) == text_of(first)
 
 
 def test_a_file_of_another_key_is_not_taken(embedded: FrozenTarget, prompts: list[Prompt], tmp_path: Path):

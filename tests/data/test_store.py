@@ -322,6 +322,21 @@ def test_saved_rows_are_the_same_elsewhere(tmp_path: Path, tokenizer: Any) -> No
     assert load_rows(tmp_path / "held").digest() == held.digest() != held.take([1]).digest()
 
 
+def test_a_pipe_in_place_of_documents_is_not_waited_for(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", tokens(3))
+    part = next(build(path, tokenizer, tmp_path)[0].folder.glob("*.arrow"))
+    part.unlink()
+    os.mkfifo(part)
+    store, _ = build(path, tokenizer, tmp_path)
+    # Opened for reading and writing by this process, so that the test fails rather than hangs where it is waited for.
+    other_end = os.open(part, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        with pytest.raises(UserError, match=r"data\.cache_dir: .*\.arrow: cannot be read \(it is a device or a pipe"):
+            store.input_ids(0)
+    finally:
+        os.close(other_end)
+
+
 def test_an_epoch_goes_on_with_the_same_next_row(tmp_path: Path, tokenizer: Any) -> None:
     """In another process's place: the store opened anew, the plan made anew."""
     first = RowDataModule(stored(tmp_path, tokenizer)[0], stored(tmp_path, tokenizer)[0], 2, seed=3).train_dataloader()

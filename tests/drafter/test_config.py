@@ -54,6 +54,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 0}, "drafter.head_dim=0"),
     ({"head_dim": 7}, "drafter.head_dim=7"),
     ({"path_width": -1}, "drafter.path_width=-1"),
+    ({"initializer_range": 1e30}, "drafter.initializer_range=1e\\+30: must be at most 1"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, r"rope_theta=0\.5 is no number in 1\.\.1e30"),
     ({"intermediate_size": True}, "drafter.intermediate_size=True: must be a whole number"),
     ({"vocab_size": 64.0}, "drafter.vocab_size=64.0: must be a whole number"),
     ({"layer_types": ("full_attention",)}, "1 kinds for 2 layers"),

@@ -345,6 +345,13 @@ def test_a_secret_that_is_none(
         find_secret()
 
 
+def test_a_pipe_in_a_secrets_place_is_not_waited_for(nothing_given: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "secret", 0o600)
+    nothing_given.setenv(secret.FILE_VARIABLE, str(tmp_path / "secret"))
+    with pytest.raises(UserError, match="a secret of 0 characters is too short"):
+        find_secret()
+
+
 # -- interfaces
 
 

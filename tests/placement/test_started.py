@@ -121,8 +121,14 @@ def test_a_single_process_in_a_slurm_job_is_by_hand(environment: pytest.MonkeyPa
     ("values", "missing", "says"),
     [
         ({"MASTER_PORT": "http"}, "", "MASTER_PORT='http' in the environment: must be a whole number"),
+        (
+            {"MASTER_PORT": "99999999999999999999"},
+            "",
+            "MASTER_PORT=99999999999999999999 in the environment: must lie in 0..65535",
+        ),
         ({"NODE_RANK": "one"}, "", "NODE_RANK='one' in the environment: must be a whole number"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "", "LOCAL_RANK='x'"),
+        ({**SLURM, "SLURM_LOCALID": "banana"}, "", "SLURM: invalid literal for int() with base 10: 'banana'"),
         (SLURM, "SLURM_NODEID", "SLURM_NODEID is not in the environment, as for SLURM's tasks it is: start with srun"),
         (SLURM, "SLURM_NTASKS_PER_NODE", "SLURM: You set `--ntasks=8` in your SLURM bash script"),
     ],

@@ -181,6 +181,32 @@ def test_held_back_in_training_and_obeyed_after_it() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # no news
 
 
+class Told:
+    """Told to stop while it is deleted, where Python lets no exception out."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.signum)
+        time.sleep(0)
+
+
+@pytest.mark.parametrize(("signum", "kind"), [(signal.SIGTERM, Interrupted), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_in_the_middle_of_a_deletion_is_not_lost(
+    signum: int, kind: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stops = Stopping()
+    hook = sys.unraisablehook
+    with listening(stops):
+        told = [Told(signum)]
+        told.clear()  # no exception leaves this line
+        with pytest.raises(kind):
+            time.sleep(5)
+    assert sys.unraisablehook is hook
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("00:11:30:00", 41400), ("11.5", 41400), ("1:00:00:01", 86401)])
 def test_a_duration(text: str, seconds: float) -> None:
     assert duration(text).total_seconds() == seconds
@@ -248,6 +274,11 @@ def test_a_run_that_had_ended_when_its_job_was_requeued(
     (folder / "summary.json").touch()
     assert _or_again(composed, run) is None
     assert "this run has ended before SLURM started the job again" in capsys.readouterr().err
+    note = next((tmp_path / ".slurm").iterdir())
+    for torn in ("", "\0" * 20, "outputs/one", "\ufefffolder"):  # as a host that lost its power leaves it
+        note.write_text(torn)
+        with pytest.raises(UserError, match=rf"{note.name}: holds no folder of a run; name this job's with hydra\.run\.dir"):
+            run_folder("new")
     in_job.setattr("sys.argv", ["train.py", "seed=2"])  # another run of the same script
     assert run_folder("new") == str(tmp_path / "new")
 

@@ -169,6 +169,12 @@ def test_the_command_says_which_file_is_foreign(
         "good": ("on-policy", 20),
         "bad": ("off-policy", 20),
     }
+    for wrong in ("{", "[1]", '{"temperature": "warm"}', '{"extra_body": 5}'):  # not taken for 1.0
+        (tmp_path / "bad.settings.json").write_text(wrong)
+        assert main(["on-policy", str(bad), "--target", "embedded"]) == 2
+        assert "bad.settings.json: " in (said := capsys.readouterr().err)
+        assert said.endswith("delete it, and give --temperature\n")
+    (tmp_path / "bad.settings.json").write_text('{"temperature": 0.7}')
     for ci in (False, True):  # a bar only where somebody looks at it
         with in_terminal(monkeypatch, ci=ci) as shown:
             assert main(["on-policy", str(bad), "--target", "embedded", "--threshold", "5"]) == 0

@@ -209,3 +209,10 @@ def test_outcomes_are_read_by_number_and_half_a_file_is_a_killed_job(tmp_path: P
     assert found[0].state == "failed"
     assert found[0].overrides == ("seed=9",)
     assert found[1] == Outcome("10", "done", ("seed=10",), value=1.0)
+    for damaged in (
+        '{"job": "10", "state": "dome", "overrides": []}',
+        '{"job": "10", "state": "done", "overrides": [], "value": "1"}',
+        "[" * 99_999,
+    ):
+        (tmp_path / "10" / "job.json").write_text(damaged)
+        assert read_outcomes(tmp_path)[1].error == "its job.json cannot be read: a disk, or a program that wrote there"

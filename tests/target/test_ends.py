@@ -335,7 +335,7 @@ def test_missing_and_broken_shards(save: Save) -> None:
     assert f"{shard.name}, which holds {HEAD!r}, is missing; fetch" in refusal(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000])
 def test_broken_indexes(save: Save, text: str) -> None:
     folder = save(qwen3(), "20KB")
     (folder / INDEX).write_bytes(text.encode("latin-1"))

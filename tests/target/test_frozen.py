@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,75 @@ def test_a_missing_tensor_is_not_made_up(folder: Path, tmp_path: Path) -> None:
     save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"model\.layers\.4\.mlp\.up_proj\.weight"):
         FrozenTarget.load(TargetInfo.load(str(made)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layer_types": ["full_attention", None, *["full_attention"] * 4]}, "no usable model there .*'layer_types'"),
+        ({"hidden_size": -256}, "its config has hidden_size=-256"),
+        ({"max_position_embeddings": "many"}, "no usable model there .*'max_position_embeddings'"),
+        ({"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}, r"hold 'model\.layers\.5\..*num_hidden_layers=5"),
+        (
+            {"intermediate_size": 512},
+            r"tensor 'model\.layers\.0\.mlp\.down_proj\.weight' has shape \[256, 768\], by its config",
+        ),
+    ],
+)
+def test_a_config_that_is_not_of_these_weights_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, object], says: str
+) -> None:
+    with pytest.raises(UserError, match=rf"target\.path=.*{says}"):
+        FrozenTarget.load(TargetInfo.load(str(rewrite(folder, tmp_path, **change))))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("model.layers.2.mlp.up_proj.weight", torch.full((768, 256), torch.nan), "not finite"),
+        ("model.layers.2.mlp.up_proj.bias", torch.ones(768), "but its config has no bias there"),
+        ("model.layers.2.mlp.up_proj.weight_scale_inv", torch.ones(6, 2), "but its config has no quantization_config"),
+    ],
+)
+def test_weights_that_are_no_numbers_or_left_over_are_refused(
+    folder: Path, tmp_path: Path, name: str, value: Tensor, says: str
+) -> None:
+    made = rewrite(folder, tmp_path)
+    save_file({**load_file(made / "model.safetensors"), name: value}, made / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"target\.path=.*{re.escape(name)}.*{says}"):
+        FrozenTarget.load(TargetInfo.load(str(made)))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"eos_token_id": 0', r"generation_config\.json: is not JSON .*; fetch the model again"),
+        ("[0]", r"generation_config\.json holds no object"),
+        ('{"eos_token_id": ["end"]}', r"eos_token_id=\['end'\] is no token id; correct its generation_config\.json"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read_is_not_left_out(folder: Path, tmp_path: Path, text: str, says: str) -> None:
+    """Responses would go on behind their end."""
+    made = rewrite(folder, tmp_path)
+    (made / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=says):
+        FrozenTarget.load(TargetInfo.load(str(made)))
+
+
+def test_a_tokenizer_that_cannot_be_used_is_one_line(folder: Path, tmp_path: Path) -> None:
+    made = rewrite(folder, tmp_path)
+    settings = json.loads((made / "tokenizer_config.json").read_text())
+    (made / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "long"}))
+    with pytest.raises(UserError, match=r"target\.path=.*its tokenizer cannot be used"):
+        TargetInfo.load(str(made))
+
+
+def test_a_pipe_in_a_targets_folder_is_not_waited_for(folder: Path, tmp_path: Path) -> None:
+    made = rewrite(folder, tmp_path)
+    (made / "model.safetensors").unlink()
+    os.mkfifo(made / "model.safetensors")
+    with pytest.raises(UserError, match=r"target\.path=.*model\.safetensors is a device or a pipe"):
+        TargetInfo.load(str(made))
 
 
 def test_fingerprint_names_the_weights(folder: Path, embedded: FrozenTarget) -> None:

@@ -80,6 +80,23 @@ def test_a_checkpoint_may_be_named_from_its_own_folder(tmp_path: Path, monkeypat
     assert has_ended(folder_of(saved.name))
 
 
+def test_damaged_rows_of_the_earlier_run_are_left_out_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed(tmp_path, 4)
+    path = tmp_path / "csv" / "metrics.csv"
+    head, *lines, _ = path.read_text().splitlines(keepends=True)
+    place = head.strip().split(",").index("step")
+    cells = lines[1].strip().split(",")
+    cells[place] = "\u00b2"  # a digit that is no number
+    path.write_text("".join([head, lines[0], ",".join(cells) + "\n", *lines[2:]]))
+    again = logger(tmp_path, checkpoint(tmp_path, 4))
+    again.log_metrics({"train/loss": 1.0}, step=9)
+    again.save()
+    assert len(rows(tmp_path)) == len(lines)  # one less, and the new one
+    assert f"1 of {len(lines)} rows are damaged, and are left out" in caplog.text
+
+
 def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
     killed(tmp_path, 4)
     new = logger(tmp_path)

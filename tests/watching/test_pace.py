@@ -38,7 +38,19 @@ def test_a_pace_is_kept_for_the_next_run(tmp_path: Path) -> None:
     write_pace(tmp_path / "pace" / "x.json" / "y.json", PACE)  # no folder: not a reason to fail
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"step_s": 1}', json.dumps({**vars(PACE), "step_s": -1}), "\0\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        '{"step_s": 1}',
+        json.dumps({**vars(PACE), "step_s": -1}),
+        json.dumps({**vars(PACE), "runs": 10**400}),
+        "[" * 99_999,
+        "\0\xff",
+    ],
+)
 def test_another_file_there_is_no_pace(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text, encoding="latin-1")
     assert read_pace(tmp_path / "x.json") is None

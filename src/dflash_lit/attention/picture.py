@@ -18,7 +18,7 @@ from dflash_lit.attention.block_mask import visible_tiles
 from dflash_lit.attention.intervals import TILE
 from dflash_lit.attention.mask import BlockLayout, dense_mask
 from dflash_lit.errors import UserError
-from dflash_lit.pictures import BLUE, GREY, ORANGE, STYLE
+from dflash_lit.pictures import BLUE, GREY, ORANGE, STYLE, save_picture
 
 __all__ = ["draw_mask", "tile_counts"]
 
@@ -62,10 +62,7 @@ def draw_mask(layout: BlockLayout, path: str | Path, *, tile: int = TILE) -> Non
         pairs, tiles = figure.subplots(2, 1, sharex=True)
         _draw_pairs(pairs, layout)
         _draw_tiles(tiles, layout, tile)
-        try:
-            figure.savefig(path, dpi=100)
-        except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
-            raise UserError(f"{path}: cannot write the picture") from error
+        save_picture(figure, path, dpi=100)
 
 
 def _sentence(layout: BlockLayout) -> str:

@@ -205,7 +205,7 @@ def draw(made: ChatData, path: str) -> None:
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    from dflash_lit.pictures import BLUE, GREEN, ORANGE, STYLE
+    from dflash_lit.pictures import BLUE, GREEN, ORANGE, STYLE, save_picture
 
     lengths, spans = np.asarray(made.store.lengths), made.store.supervision
     every = np.arange(len(lengths))
@@ -223,7 +223,4 @@ def draw(made: ChatData, path: str) -> None:
         left.legend()
         right.hist(share, 40, range=(0, 1), color=GREEN)
         right.set(xlabel="supervised share of a document", ylabel="documents")
-        try:
-            figure.savefig(path, dpi=150)
-        except OSError as error:
-            raise UserError(f"--draw {path}: cannot be written ({error.strerror or error})") from error
+        save_picture(figure, path, dpi=150, option="--draw ")

@@ -28,6 +28,7 @@ from dflash_lit.data.documents import Document
 from dflash_lit.data.prompts import Prompt
 from dflash_lit.data.repetition import is_repetitive
 from dflash_lit.errors import UserError
+from dflash_lit.files import refuse_no_file
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo, generation_settings
 from dflash_lit.watching.counted import Counted
 
@@ -352,11 +353,12 @@ def _read(path: Path, key: str, prompts: Sequence[Prompt]) -> _Stored | None:
     if not path.exists():
         return None
     try:
+        refuse_no_file(path, "it is not waited for")
         with safe_open(path, framework="numpy") as file:
             facts = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in ("offsets", "prompt_lengths", "tokens")}
         return _unpack(facts, tensors, key, prompts)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, UserError) as error:
         warnings.warn(f"{path}: stored responses are damaged ({error}); they are made anew", stacklevel=3)
         return None
 

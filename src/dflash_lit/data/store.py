@@ -136,6 +136,8 @@ class DocumentStore:
         number = int(self._file[document])
         if number not in self._tables:
             try:
+                # Arrow would wait for a pipe's other end, and not even a signal would end that.
+                refuse_no_file(self.folder / self._files[number], "look at the disk")
                 # The map is closed when nothing refers to it any more.
                 with pyarrow.ipc.open_stream(pyarrow.memory_map(str(self.folder / self._files[number]))) as stream:
                     self._tables[number] = [
@@ -146,6 +148,8 @@ class DocumentStore:
                         )
                         for batch in stream
                     ]
+            except UserError as error:
+                raise self._damaged(error) from error
             except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
                 raise self._damaged(f"{self._files[number]}: {' '.join(str(error).split())[:120]}") from error
         batches = self._tables[number]

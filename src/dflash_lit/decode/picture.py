@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dflash_lit.decode.acceptance import Acceptance
-from dflash_lit.errors import UserError
-from dflash_lit.pictures import BLUE, GREEN, GREY, ORANGE, STYLE
+from dflash_lit.pictures import BLUE, GREEN, GREY, ORANGE, STYLE, save_picture
 
 __all__ = ["draw_budgets"]
 
@@ -42,10 +41,7 @@ def draw_budgets(results: Sequence[Acceptance], path: str | Path) -> None:
         speed.axhline(1, color=GREY, linestyle="--", label="the target alone")
         _finish(length, places, "tokens per target pass (incl. bonus), 95 %")
         _finish(speed, places, "tokens/s over plain decoding")
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
-            raise UserError(f"{path}: cannot write the picture") from error
+        save_picture(figure, path, dpi=120)
 
 
 def _finish(axes: Axes, places: dict[int, int], ylabel: str) -> None:

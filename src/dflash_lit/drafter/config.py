@@ -26,15 +26,21 @@ def feature_layers(target_layers: int, count: int) -> tuple[int, ...]:
     """
     if count < 1:
         raise UserError(f"drafter.features={count}: at least one feature layer is needed")
+    if count > max(target_layers, 1):  # before a list of so many is made
+        raise _too_many(count, target_layers)
     if count == 1:
         return (target_layers // 2,)
     ids = tuple(round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count))
     if target_layers < 4 or len(set(ids)) < count:
-        most = max(target_layers - 3, 1)
-        raise UserError(
-            f"drafter.features={count}: a target of {target_layers} layers offers at most {most} feature layers; lower it"
-        )
+        raise _too_many(count, target_layers)
     return ids
+
+
+def _too_many(count: int, target_layers: int) -> UserError:
+    most = max(target_layers - 3, 1)
+    return UserError(
+        f"drafter.features={count}: a target of {target_layers} layers offers at most {most} feature layers; lower it"
+    )
 
 
 @dataclass(frozen=True)
@@ -119,11 +125,14 @@ class DrafterConfig:
         for name in ("rms_norm_eps", "initializer_range", "max_position_embeddings"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"drafter.{name}={getattr(self, name)}: must be positive")
+        if self.initializer_range > 1:  # weights so large that the first step would overflow, or learn nothing
+            raise UserError(f"drafter.initializer_range={self.initializer_range:g}: must be at most 1; 0.02 is usual")
         if "rope_theta" not in self.rope_parameters:
             raise UserError("drafter.rope_parameters: rope_theta is missing; give the target's")
         theta = self.rope_parameters["rope_theta"]
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
-            raise UserError(f"drafter.rope_parameters: rope_theta={theta!r} is no positive number; give the target's")
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 <= theta < 1e30:
+            # Less would turn faster than once a token, until its angles are beyond what a float holds.
+            raise UserError(f"drafter.rope_parameters: rope_theta={theta!r} is no number in 1..1e30; give the target's")
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim={self.head_dim}: rotary embedding needs an even number")
 

@@ -45,6 +45,13 @@ class Rotary(nn.Module):
                 raise UserError(
                     f"drafter.rope_parameters: rope_type {kind!r} does not go with the others ({reason})"
                 ) from error
+            # Transformers takes a factor of 0 or NaN with no more than a warning.
+            reached = torch.cat([self.inv_freq * config.max_position_embeddings, torch.tensor([self.scaling], device="cpu")])
+            if not bool((reached.isfinite() & (reached > 0)).all()):
+                raise UserError(
+                    f"drafter.rope_parameters: rope_type {kind!r} with these others gives angles that are not finite, or not positive; "
+                    "give the target's"
+                )
         else:
             # These depend on the length of the sequence, so training and decoding would disagree.
             raise UserError(

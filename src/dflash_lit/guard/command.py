@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     batches = sum(len(each) for each in saved.batches)
     print(
-        f"step {facts['step']}, epoch {facts['epoch']}: {batches} batches of {facts['drafters']} drafters, {facts['precision']}"
+        f"step {facts['step']}, epoch {facts['epoch']}: {batches} batches of {facts['drafters']} drafters, {facts.get('precision', '')}"
     )
     print(f"the run found: {'; '.join(facts.get('found', []))}")
     if facts["weights_step"] != facts["step"] - 1:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dflash_lit.attention.dense import refuse_large
+from dflash_lit.drafter.config import DrafterConfig
 from dflash_lit.errors import UserError
 from dflash_lit.guard.probe import gradient_norms
-from dflash_lit.guard.saved_step import SavedStep
+from dflash_lit.guard.saved_step import FACTS, SavedStep
 from dflash_lit.module import DrafterModule
 from dflash_lit.target.ends import read_ends
 from dflash_lit.target.frozen import FrozenTarget, TargetInfo
@@ -110,7 +111,14 @@ def replay(saved: SavedStep, info: TargetInfo, device: torch.device) -> Replayed
         raise UserError(f"{saved.folder}: step.json has target dtype {facts['target'].get('dtype')!r}, which is none")
     batches = [{name: x.to(device) for name, x in batch.items()} for each in saved.batches for batch in each]
     settings = {name: value for name, value in facts["module"].items() if name != "compile_on_cpu"}
-    layers = settings["drafter"]["target_layer_ids"]
+    try:
+        layers = list(DrafterConfig.from_dict(dict(settings["drafter"])).target_layer_ids)
+    except UserError as error:
+        raise UserError(f"{saved.folder / FACTS}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{saved.folder / FACTS}: its drafter is none ({type(error).__name__}: {error}); copy the step again"
+        ) from error
     if saved.has_features:
         ends = read_ends(info, device=device, dtype=dtype)
     else:
@@ -121,12 +129,17 @@ def replay(saved: SavedStep, info: TargetInfo, device: torch.device) -> Replayed
         for batch in batches:
             rows = (batch["input_ids"], batch["document_ids"], batch["position_ids"])
             batch["features"], batch["last_hidden"] = target.features_and_last_hidden(*rows, layers)
+    for name, least in (("seed", 0), ("anchors", 1)):
+        if type(value := settings.get(name)) is not int or not least <= value < 2**32:
+            raise UserError(f"{saved.folder / FACTS}: {name} cannot be {str(value)[:60]!r}; copy the step again")
     try:
         module = _Plain(ends=ends, **settings)
         module.load_state_dict(saved.weights)
-    except (TypeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise UserError(f"{saved.folder}: its weights do not fit its settings ({reason})") from error
+    except UserError as error:
+        raise UserError(f"{saved.folder / FACTS}: {error}") from error
+    except Exception as error:  # whatever a wrong setting leads to
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        raise UserError(f"{saved.folder}: its weights do not fit its settings ({reason}); copy the step again") from error
     module.to(device).train()
     module.epoch = int(facts["epoch"])
     config = module.config

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_lit.errors import UserError
-from dflash_lit.files import read_json
+from dflash_lit.files import read_json, refuse_no_file
 
-__all__ = ["SavedStep", "finish", "read_step", "save_batches", "save_weights"]
+__all__ = ["FACTS", "SavedStep", "finish", "read_step", "save_batches", "save_weights"]
 
 Batch = dict[str, Tensor]
 _FORMAT = 1
-_FACTS, _WEIGHTS = "step.json", "weights.safetensors"
+FACTS, _WEIGHTS = "step.json", "weights.safetensors"
 _TOKENS = ("input_ids", "document_ids", "position_ids", "supervised", "row_ids")
 
 
@@ -60,7 +60,7 @@ def finish(folder: Path, facts: Mapping[str, Any]) -> None:
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     place = _unfinished(folder)
-    (place / _FACTS).write_text(json.dumps(plain({"format": _FORMAT, **facts}), indent=2) + "\n", encoding="utf-8")
+    (place / FACTS).write_text(json.dumps(plain({"format": _FORMAT, **facts}), indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(place, folder)
@@ -93,7 +93,7 @@ def read_step(folder: str | Path) -> SavedStep:
         UserError: naming the file that is missing, damaged or of another kind.
     """
     folder = Path(folder)
-    path = folder / _FACTS
+    path = folder / FACTS
     facts = read_json(path, "give a folder of RUN/bad_steps")
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         raise UserError(f"{path}: is no saved step of this version; replay it with the version that saved it")
@@ -101,6 +101,11 @@ def read_step(folder: str | Path) -> SavedStep:
     for name, kind in kinds.items():
         if not isinstance(facts.get(name), kind):
             raise UserError(f"{path}: field {name!r} is missing or cannot be {facts.get(name)!r}")
+    texts, numbers = facts.get("found", []), [facts.get("losses", {}), facts.get("gradient_norms", {})]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{path}: field 'found' is no list of texts; copy the step again")
+    if not all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in numbers):
+        raise UserError(f"{path}: field 'losses' or 'gradient_norms' has something that is no number; copy the step again")
     weights = _tensors(folder / _WEIGHTS)
     batches = []
     for rank in range(int(facts["drafters"])):
@@ -118,8 +123,18 @@ def read_step(folder: str | Path) -> SavedStep:
     return SavedStep(folder, facts, weights, batches)
 
 
+def _is_number(value: Any) -> bool:
+    """Also as a text, which is how those are written that are not finite."""
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
 def _tensors(path: Path) -> dict[str, Tensor]:
+    refuse_no_file(path, "copy the step again")
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
+        raise UserError(f"{path}: cannot be read ({error}); copy the step again") from error

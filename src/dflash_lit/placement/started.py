@@ -105,6 +105,8 @@ def how_started() -> Started:
             raise UserError(f"{name}={env[name]!r} in the environment: must be a whole number") from None
 
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), number("MASTER_PORT", 0)
+    if not 0 <= port < 2**16:
+        raise UserError(f"MASTER_PORT={port} in the environment: must lie in 0..65535")
     if _REJOIN in env:
         if (local := number(_REJOIN, 0)) < 1 or not port:
             raise UserError(
@@ -124,7 +126,7 @@ def how_started() -> Started:
             place = (slurm.node_rank(), slurm.local_rank(), slurm.main_address, slurm.main_port)
         except KeyError as error:
             raise UserError(f"{error.args[0]} is not in the environment, as for SLURM's tasks it is: start with srun") from None
-        except RuntimeError as error:  # without --ntasks-per-node
+        except (RuntimeError, ValueError) as error:  # without --ntasks-per-node, or with words where numbers belong
             raise UserError(f"SLURM: {error}") from error
         host, local, address, port = place
         processes, per_host = number("SLURM_NTASKS", 1), number("SLURM_NTASKS_PER_NODE", 1)

@@ -91,8 +91,8 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as it is sent
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not JSON") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return value

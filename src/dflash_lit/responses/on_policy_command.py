@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dflash_lit.errors import UserError
+from dflash_lit.files import read_json
 from dflash_lit.options import device_of, natural, temperature
 from dflash_lit.responses.on_policy import PolicyCheck, check_policy
 from dflash_lit.responses.read_records import sample_documents
@@ -77,11 +80,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(file: Path) -> dict[str, Any]:
     """What the responses were made with, as far as that was written down."""
-    try:
-        found = json.loads(settings_path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    place = settings_path(file)
+    if not os.path.lexists(place):
         return {}
-    return found if isinstance(found, dict) else {}
+    cure = "delete it, and give --temperature"
+    found = read_json(place, cure)
+    heat: Any = found.get("temperature", 1.0) if isinstance(found, dict) else None
+    if type(heat) not in (int, float) or not 0 <= heat < math.inf:
+        raise UserError(f"{place}: field 'temperature' cannot be {str(heat)[:60]!r}; {cure}")
+    body = found.get("extra_body") or {}
+    if not isinstance(body, dict) or not isinstance(body.get("chat_template_kwargs") or {}, dict):
+        raise UserError(f"{place}: field 'extra_body' cannot be {str(body)[:60]!r}; {cure}")
+    return dict(found)
 
 
 def _facts(check: PolicyCheck) -> dict[str, object]:

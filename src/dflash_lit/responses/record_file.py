@@ -187,7 +187,7 @@ class RecordFile:
             refuse_no_file(place, "choose another --out")
             try:
                 found = json.loads(place.read_text(encoding="utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{place}: is damaged; choose another --out") from error
             if not isinstance(found, dict):
                 raise UserError(f"{place}: is damaged; choose another --out")
@@ -218,6 +218,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in ("id", "key")):
         return None
-    if not isinstance(record.get("flags"), list) or not isinstance(record.get("tokens", ""), int | None):
+    flags = record.get("flags")
+    if not isinstance(flags, list) or not all(isinstance(flag, str) for flag in flags):
+        return None
+    if not isinstance(record.get("tokens", ""), int | None):
         return None
     return record

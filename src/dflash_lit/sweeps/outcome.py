@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -20,12 +21,13 @@ from omegaconf import OmegaConf
 
 from dflash_lit.commands import one_line, stop_line
 from dflash_lit.errors import Interrupted, Pruned, RankError, UserError
-from dflash_lit.files import write_whole
+from dflash_lit.files import read_json, refuse_no_file, write_whole
 from dflash_lit.trained import SUMMARY
 
 __all__ = ["FILE", "Outcome", "override_words", "read_outcome", "read_outcomes", "run_job"]
 
 FILE = "job.json"
+_State = Literal["done", "failed", "pruned", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Outcome:
     """
 
     job: str
-    state: Literal["done", "failed", "pruned", "stopped"]
+    state: _State
     overrides: tuple[str, ...]
     value: float | None = None
     step: int | None = None
@@ -56,12 +58,23 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """None where a job has not ended, or its process was killed."""
-    try:
-        facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return Outcome(**{**facts, "overrides": tuple(facts["overrides"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    """None where a job has not ended, or its process was killed. One whose file is damaged counts as failed: it may have."""
+    if not os.path.lexists(folder / FILE):
         return None
+    try:
+        facts = read_json(folder / FILE, "")
+        found = Outcome(**{**facts, "overrides": tuple(facts["overrides"])})
+        numbers = [value for value in (found.value, found.step, found.seconds) if value is not None]
+        texts = [found.job, *found.overrides, *([] if found.error is None else [found.error])]
+        if (
+            found.state in get_args(_State)
+            and all(isinstance(text, str) for text in texts)
+            and all(isinstance(one, int | float) and not isinstance(one, bool) and abs(one) < math.inf for one in numbers)
+        ):
+            return found
+    except (UserError, TypeError, KeyError):
+        pass
+    return replace(_killed(folder), error=f"its {FILE} cannot be read: a disk, or a program that wrote there")
 
 
 def read_outcomes(sweep: Path) -> list[Outcome]:
@@ -77,6 +90,7 @@ def override_words(overrides: Any) -> tuple[str, ...]:
 
 def _killed(folder: Path) -> Outcome:
     try:
+        refuse_no_file(folder / ".hydra" / "overrides.yaml", "")
         overrides = override_words(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
     except Exception:  # killed before it was written
         overrides = ()
@@ -97,7 +111,7 @@ def run_job(job: Callable[[], float | None]) -> float | None:
         (folder / old).unlink(missing_ok=True)
     began = time.monotonic()
 
-    def write(state: Literal["done", "failed", "pruned", "stopped"], **facts: object) -> None:
+    def write(state: _State, **facts: object) -> None:
         overrides, seconds = override_words(hydra.overrides.task), round(time.monotonic() - began, 1)
         Outcome(folder.name, state, overrides, seconds=seconds, **facts).write(folder)  # type: ignore[arg-type]
 

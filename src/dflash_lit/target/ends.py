@@ -259,7 +259,7 @@ def _read_index(info: TargetInfo, path: Path) -> dict[str, str]:
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _error(info, f"{path.name} is no index of safetensors files ({_reason(error)}); fetch the model again") from error
 
 

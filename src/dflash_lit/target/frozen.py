@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 # Private: what Dynamo raises has no public names. Only to turn it into one line; tests/target/test_compiled_layers.py.
@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from dflash_lit.errors import UserError
+from dflash_lit.files import read_json
 from dflash_lit.target.compiled_layers import packed_layers, shared_layer_graph
 from dflash_lit.target.packed_attention import PACKED, packed_mask, unsupported
 from dflash_lit.target.reader import TargetReader, no_trees
@@ -54,6 +55,14 @@ Result = TypeVar("Result")
 
 EMBEDDED = "embedded"
 """The name under which the shipped target is found."""
+
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights as they stand; quantised ones are seen by whoever unpacks them."""
+
+_SCALES = ("_scale", "_scale_inv", "scales", "absmax")
+"""How names of tensors end that say what quantised weights stand for."""
+
+_SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
 
 _UNSUPPORTED_SCALES = ("final_logit_softcapping", "embedding_multiplier", "logits_scaling", "logit_scale")
 
@@ -105,20 +114,30 @@ class TargetInfo:
             UserError: if there is no such model, or one that a drafter cannot be trained for.
         """
         place = resolve_path(path)
+        _refuse_pipes(path, place)
         try:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # a wrong field raises what its model's code makes of it
             if not trust_remote_code and OWN_CODE in str(error):
                 raise UserError(f"target.path={path!r}: {own_code(place)}") from error
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
-                f"target.path={path!r}: no usable model there ({reason}); give a folder in Hugging Face layout, "
+                f"target.path={path!r}: no usable model there ({_reason(error)}); give a folder in Hugging Face layout, "
                 f"a name on a reachable hub, or {EMBEDDED!r}"
             ) from error
-        if not tokenizer("a")["input_ids"]:  # Transformers makes an empty one up where the files are missing
+        try:
+            empty = not tokenizer("a")["input_ids"]  # Transformers makes an empty one up where the files are missing
+        except Exception as error:  # whatever a wrong field leads to
+            raise UserError(f"target.path={path!r}: its tokenizer cannot be used ({_reason(error)}); fetch it again") from error
+        if empty:
             raise UserError(f"target.path={path!r}: has no tokenizer; its files belong into the same folder")
         text = config.get_text_config()
+        for name in _SIZES:
+            value = getattr(text, name, 1)
+            if value is not None and (type(value) is not int or not 0 < value < 2**31):
+                raise UserError(
+                    f"target.path={path!r}: its config has {name}={str(value)[:60]}; correct it, or fetch the model again"
+                )
         for name in _UNSUPPORTED_SCALES:
             if getattr(text, name, None) not in (None, 1, 1.0):
                 raise UserError(
@@ -244,12 +263,82 @@ def generation_settings(model: Any, settings: GenerationConfig) -> Iterator[None
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response: of the generation config, else of the model, else of the tokenizer; none if none knows one."""
+    """Ids that end a response: of the generation config, else of the model, else of the tokenizer; none if none knows one.
+
+    Raises:
+        UserError: if what is there is neither an id nor a list of them.
+    """
     for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
         ids = getattr(holder, "eos_token_id", None)
         if ids is not None:
-            return (int(ids),) if isinstance(ids, int) else tuple(int(i) for i in ids)
+            several = ids if isinstance(ids, list | tuple) else [ids]
+            if not all(type(one) is int and 0 <= one < 2**31 for one in several):
+                raise UserError(f"the target's eos_token_id={str(ids)[:60]} is no token id; correct its generation_config.json")
+            return tuple(several)
     return ()
+
+
+def _reason(error: Exception) -> str:
+    """What an exception says, in one line. Some begin with no more than the name of a field."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2])[:300]
+    return f"{type(error).__name__}: {said}" if isinstance(error, KeyError) or not said else said
+
+
+def _refuse_pipes(path: str, place: str) -> None:
+    """Whoever opens one waits for its other end, inside of libraries that no signal interrupts."""
+    for entry in sorted(os.scandir(place), key=lambda entry: entry.name) if os.path.isdir(place) else ():
+        if Path(entry.path).exists() and not entry.is_file() and not entry.is_dir():
+            raise UserError(f"target.path={path!r}: {entry.name} is a device or a pipe, no file; fetch the model again")
+
+
+def _check_generation_config(info: TargetInfo) -> None:
+    """Transformers goes on without one that it cannot read: responses would not end where they should."""
+    path = Path(resolve_path(info.path)) / "generation_config.json"
+    if os.path.lexists(path) and not isinstance(read_json(path, "fetch the model again"), dict):
+        raise UserError(f"target.path={info.path!r}: {path.name} holds no object; fetch the model again")
+
+
+def _check_loading(info: TargetInfo, model: nn.Module, loading: dict[str, Any]) -> None:
+    """Refuse what Transformers makes up, or leaves out, and only warns of."""
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(f"target.path={info.path!r}: its weights lack tensor {missing[0]!r}; fetch the model again")
+    if other := sorted(loading["mismatched_keys"], key=str):
+        name, found, expected = other[0]
+        raise UserError(
+            f"target.path={info.path!r}: tensor {name!r} has shape {list(found)}, by its config {list(expected)}; fetch the model again"
+        )
+    own = {name for name, _ in model.named_parameters()}
+    # Those of other towers of a checkpoint with several modalities are rightly left out.
+    stacks = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == info.layers]
+    # Layers that predict further tokens stand behind the others; Transformers leaves them out.
+    layers = info.layers + int(getattr(info.text, "num_nextn_predict_layers", None) or 0)
+    quantised = getattr(info.config, "quantization_config", None) is not None
+    for name in sorted(loading["unexpected_keys"]):
+        module, _, last = name.rpartition(".")
+        numbers = [rest.partition(".")[0] for stack in stacks if (rest := name.removeprefix(f"{stack}.")) != name]
+        if any(number.isdecimal() and int(number) >= layers for number in numbers):
+            lacks = f"num_hidden_layers={info.layers}"
+        elif last == "bias" and f"{module}.weight" in own:
+            lacks = "no bias there"
+        elif last.endswith(_SCALES) and f"{module}.weight" in own and not quantised:
+            lacks = "no quantization_config"
+        else:
+            continue
+        raise UserError(
+            f"target.path={info.path!r}: its weights hold {name!r}, but its config has {lacks}; fetch the model again, config and all"
+        )
+
+
+def _check_finite(info: TargetInfo, model: nn.Module) -> None:
+    """Before anything is made of them. One look for all tensors, and no copy of any."""
+    weights = {name: x for name, x in model.named_parameters() if x.dtype in _PLAIN and x.numel()}
+    if not weights:
+        return
+    ends = torch.stack([torch.stack([x.detach().amin(), x.detach().amax()]).float() for x in weights.values()])
+    for name, finite in zip(weights, ends.isfinite().all(dim=1).tolist(), strict=True):
+        if not finite:
+            raise UserError(f"target.path={info.path!r}: tensor {name!r} has values that are not finite; fetch the model again")
 
 
 class FrozenTarget:
@@ -323,12 +412,13 @@ class FrozenTarget:
             dense_limit_gib, compile: see the class.
 
         Raises:
-            UserError: if the weights cannot be read or some are missing.
+            UserError: if the weights cannot be read, some are missing, left over or not finite, or an id that ends responses is none.
         """
         if attention not in ("sdpa", "eager"):
             raise UserError(f"target.attention={attention!r}: cannot keep packed documents apart; choose sdpa or eager")
         device = torch.device(device)
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        _check_generation_config(info)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 resolve_path(info.path),
@@ -336,21 +426,22 @@ class FrozenTarget:
                 attn_implementation=attention,
                 trust_remote_code=info.trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
         except pickle.UnpicklingError as error:  # Transformers reads pickled weights with weights_only=True
             raise UserError(
                 f"target.path={info.path!r}: its pickled weights hold more than tensors, code that would run when they are read, or are "
                 "damaged; they are refused: get the model as safetensors"
             ) from error
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise UserError(
-                f"target.path={info.path!r}: its weights could not be read ({str(error).splitlines()[0]})"
-            ) from error
+        except Exception as error:  # of the disk, of safetensors, of the model's code
+            raise UserError(f"target.path={info.path!r}: its weights could not be read ({_reason(error)})") from error
         model, loading = loaded
-        if missing := sorted(loading["missing_keys"]):
-            # Transformers makes them up and only warns.
-            raise UserError(f"target.path={info.path!r}: its weights lack tensor {missing[0]!r}; fetch the model again")
-        return cls(info, model.to(device), dense_limit_gib=dense_limit_gib, compile=compile)
+        _check_loading(info, model, loading)
+        model = model.to(device)
+        _check_finite(info, model)
+        made = cls(info, model, dense_limit_gib=dense_limit_gib, compile=compile)
+        _ = made.eos_ids
+        return made
 
     @property
     def tokenizer(self) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from dflash_lit.files import write_whole
 from dflash_lit.trained import folder_of
 
 __all__ = ["MetricsLogger"]
+
+_log = logging.getLogger(__name__)
 
 _NAME = "metrics.csv"
 _AFTER = ("pipeline/", "system/", "compile/")
@@ -112,10 +116,26 @@ class _MetricsFile:
 
 
 def _read(path: Path) -> list[Row]:
-    """Whole rows, without their empty cells."""
+    """Whole rows, without their empty cells. Others are left out, and that is said."""
     if not path.is_file():
         return []
     # A killed process may have written a part of its last row.
-    text, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
-    rows = [row for row in csv.DictReader(io.StringIO(text, newline="")) if None not in row.values() and None not in row]
-    return [{name: cell for name, cell in row.items() if cell} for row in rows if row.get("step", "").isdigit()]
+    text, _, _ = path.read_text(encoding="utf-8-sig", errors="replace").rpartition("\n")
+    try:
+        found = list(csv.DictReader(io.StringIO(text, newline="")))
+    except csv.Error:  # a cell without an end
+        found = [{}]
+    rows = [{name: cell for name, cell in row.items() if cell} for row in found if _is_whole(row)]
+    if left := len(found) - len(rows):
+        _log.warning("%s: %d of %d rows are damaged, and are left out of this run's metrics", path, left, len(found))
+    return rows
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """As many cells as columns, all of them numbers or empty."""
+    if None in row or None in row.values() or not re.fullmatch("[0-9]{1,18}", row.get("step", "")):
+        return False
+    try:
+        return all(not cell or float(cell) is not None for cell in row.values())
+    except ValueError:
+        return False

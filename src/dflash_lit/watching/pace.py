@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import sys
@@ -18,7 +17,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from dflash_lit.files import write_whole
+from dflash_lit.errors import UserError
+from dflash_lit.files import read_json, write_whole
 from dflash_lit.placement.forecast import MEASURED, Verdict, expected_rates, flop_per_token
 from dflash_lit.watching.progress_line import left_text
 
@@ -84,9 +84,10 @@ def pace_file(cfg: TrainConfig, plan: Plan, cache: Path) -> Path:
 def read_pace(file: Path) -> Pace | None:
     """None where there is none, or something else."""
     try:
-        pace = Pace(**json.loads(file.read_text(encoding="utf-8")))
-        return pace if all(math.isfinite(value) and value >= 0 for value in asdict(pace).values()) else None
-    except (OSError, ValueError, TypeError):
+        pace = Pace(**read_json(file, ""))
+        good = all(type(value) in (int, float) and 0 <= value < 1e12 for value in asdict(pace).values())
+        return pace if good and type(pace.runs) is int else None
+    except (UserError, TypeError):
         return None
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dflash_lit.data.packing import PackedRows, Rows
-from dflash_lit.pictures import BLUE, GREEN, GREY, STYLE
+from dflash_lit.pictures import BLUE, GREEN, GREY, STYLE, save_picture
 
 __all__ = ["draw_packing", "packing_pixels"]
 
@@ -39,4 +39,4 @@ def draw_packing(rows: Rows, path: str | Path, *, most: int = 32) -> None:
         key = {"a document": BLUE, "the next": GREEN, "padding": PADDING}
         handles = [Patch(facecolor=colour, edgecolor=GREY, label=name) for name, colour in key.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9, title="paler: not learnt (prompts)")
-        figure.savefig(path, dpi=100)
+        save_picture(figure, path, dpi=100)
