@@ -128,6 +128,29 @@ def test_what_the_disk_refuses_in_the_background_is_no_checkpoint(tmp_path: Path
     assert same(load(path), checkpoint(1))
 
 
+@pytest.mark.parametrize("at", [1, 2**40])  # while torch writes, where it hides the error behind one of its own; and after it
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, RuntimeError])
+def test_what_ended_a_checkpoint_is_what_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], at: int
+) -> None:
+    def fail(handle: int) -> None:
+        raise kind("first")
+
+    def save_in_handling_another() -> None:
+        try:
+            raise ValueError("before")
+        except ValueError:
+            save(checkpoint(1), tmp_path / "last.ckpt")
+
+    monkeypatch.setattr("dflash_lit.checkpoints.file._SYNC_BYTES", at)
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(kind, match="first"):
+        save(checkpoint(1), tmp_path / "last.ckpt")
+    with pytest.raises(kind, match="first"):
+        save_in_handling_another()
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_writer_killed_at_any_byte_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     save(checkpoint(1), path)

@@ -18,6 +18,7 @@ import pickle
 import re
 import secrets
 import shutil
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -67,6 +68,7 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
     needed = plain_bytes(checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
+    outer = sys.exception()  # in whose handling this is
     partial, handle = _open_partial(path)
     writer = _Writer(handle)
     try:
@@ -76,10 +78,13 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
         _to_disk(path.parent)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        # torch puts an error of its own over the writer's.
-        cause = error if isinstance(error, OSError) else writer.error
-        if cause is not None and cause.errno in _FULL:
-            raise DiskFullError(_no_room(path, needed, writer.written, cause)) from error
+        # After an error, or Ctrl-C, torch still tries to end its archive, and what comes of that hides the first.
+        hidden = error.__context__ if isinstance(error, RuntimeError) and error.__context__ is not outer else None
+        first = hidden or error
+        if isinstance(first, OSError) and first.errno in _FULL:
+            raise DiskFullError(_no_room(path, needed, writer.written, first)) from error
+        if hidden is not None:
+            raise hidden from None
         raise
     finally:
         writer.close()
@@ -93,7 +98,6 @@ class _Writer:
     def __init__(self, handle: BinaryIO) -> None:
         self.handle = handle
         self.written = 0
-        self.error: OSError | None = None
         self._digest = PieceDigest()
         self._last = b""  # the last two bytes, which may be the comment's length
         self._syncing = ThreadPoolExecutor(1, thread_name_prefix="to_disk")
@@ -110,9 +114,6 @@ class _Writer:
             self._last = bytes(last[-2:])
             self.handle.write(view)
             self._sync(len(view))
-        except OSError as error:
-            self.error = error
-            raise
         finally:
             self._digest.wait()  # torch takes the memory back
         self.written += len(view)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dflash_lit.cores import cores
 from dflash_lit.placement.agreement import Agreement
 from dflash_lit.placement.feature_loader import FeatureLoader, FeatureSource, PrefetchingLoader
 from dflash_lit.placement.layout import Transport
@@ -247,5 +247,4 @@ class SplitStrategy(DrafterGroupStrategy):
 
 def threads_of_a_rank(ranks: int) -> int:
     """CPU threads for each of the ranks of a host, so that together they do not fight for its cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // ranks, 1)
+    return max(cores() // ranks, 1)
