@@ -138,6 +138,18 @@ def test_a_run_that_goes_on_with_other_validations_takes_no_step_more(tmp_path: 
     assert then.happened == [(8, "end of 8")]
 
 
+@pytest.mark.parametrize("at", ["trained", "batch 0"])
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_other_validations_leave_steps_and_epochs_as_they_are(tmp_path: Path, step: int, at: str) -> None:
+    whole, then = Told(-1, ""), Told(-1, "")
+    assert not run(tmp_path / "whole", whole, every=7)
+    assert run(tmp_path, Told(step, at))
+    assert not run(tmp_path, then, ckpt=tmp_path / "last.ckpt", every=7)
+    after = whole.happened[whole.happened.index((step + 1, "trained")) :]
+    assert then.happened == after
+    assert (7, "validated 6") in after
+
+
 def test_what_was_to_be_saved_after_that_validation_is(tmp_path: Path) -> None:
     def every_fourth() -> list[SafeCheckpoint]:
         return [
