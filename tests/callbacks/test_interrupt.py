@@ -163,6 +163,19 @@ def test_what_was_to_be_saved_after_that_validation_is(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["kept=4.ckpt", "kept=8.ckpt", "last.ckpt"]
 
 
+def test_a_validation_is_owed_once(tmp_path: Path) -> None:
+    """A run that is told again, or killed, after the validation that it owed has nothing left to do."""
+
+    def seldom() -> list[SafeCheckpoint]:
+        return [SafeCheckpoint(dirpath=tmp_path, filename="best={step}", every_n_train_steps=100)]
+
+    assert run(tmp_path, Told(8, "batch 0"), more=seldom())
+    assert not run(tmp_path, held := Told(-1, ""), ckpt=tmp_path / "last.ckpt", more=seldom())
+    assert (8, "validated 7") in held.happened
+    assert not run(tmp_path, again := Told(-1, ""), ckpt=tmp_path / "last.ckpt", more=seldom())
+    assert again.happened == []
+
+
 def test_counters_that_lightning_does_not_go_back_for_are_no_step_more(tmp_path: Path) -> None:
     assert run(tmp_path, Told(8, "batch 0"))
     saved = load(tmp_path / "last.ckpt")
