@@ -186,8 +186,10 @@ class DrafterGroupStrategy(_Featured, DDPStrategy):
         """Lightning's, without the barrier that it begins with: there the host would wait for the device in every step."""
         if not isinstance(tensor, Tensor):
             return tensor
-        mean = reduce_op in ("mean", "avg")
-        named = "sum" if mean or reduce_op is None else reduce_op
+        named = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        mean = named in ("mean", "avg")
+        if mean or named is None:
+            named = "sum"
         op = getattr(dist.ReduceOp, named.upper()) if isinstance(named, str) else named
         dist.all_reduce(tensor, op, group)
         # In place, whole numbers too, as Lightning does.
