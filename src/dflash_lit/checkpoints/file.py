@@ -19,6 +19,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 
 from dflash_lit.checkpoints.digest import PieceDigest, file_digest
 from dflash_lit.checkpoints.plain import plain_bytes
+from dflash_lit.data.held import LEFT_S
 from dflash_lit.doctor.finding import gib
 from dflash_lit.errors import UserError
 
@@ -155,7 +157,7 @@ def _open_partial(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_PARTIAL}")
         handle = open(partial, "xb")  # noqa: SIM115
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for a leftover
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for a leftover for a day
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if partial.exists():  # else somebody has removed it before it was held
             return partial, handle
@@ -165,13 +167,21 @@ def _open_partial(path: Path) -> tuple[Path, BinaryIO]:
 def remove_leftovers(folder: str | Path) -> list[Path]:
     """Remove what killed writers have left in ``folder``; unfinished files of living ones stay.
 
+    On a file system without locks that is what was not written for a day.
+
     Returns:
         what was removed.
     """
     removed = []
     for partial in Path(folder).glob(f".*{_PARTIAL}"):
         with contextlib.suppress(OSError), open(partial, "rb") as handle:  # its writer may be done with it
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # no locks
+                if time.time() - os.fstat(handle.fileno()).st_mtime < LEFT_S:
+                    continue
             partial.unlink()
             removed.append(partial)
     return removed
