@@ -35,7 +35,7 @@ class Interrupt(Callback):
         self._agreement: Any = None
         self._checkpoint: dict[str, Any] | None = None  # that this run goes on from, until its fit starts
         self._validation = OwedValidation()
-        self._told = 0  # in the step whose validation follows
+        self._told = 0  # signal that the validation after this step obeys
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._checkpoint = checkpoint

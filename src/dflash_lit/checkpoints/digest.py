@@ -18,7 +18,7 @@ PIECE = 2**22
 """Bytes."""
 
 _MOST_THREADS = 8
-"""More wait for memory."""
+"""More would only wait for the memory."""
 
 
 def _pool() -> ThreadPoolExecutor:
@@ -26,7 +26,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _sha256(piece: bytes | memoryview) -> bytes:
-    return hashlib.sha256(piece).digest()  # without Python's lock
+    return hashlib.sha256(piece).digest()  # which lets other threads run meanwhile
 
 
 def _of_pieces(digests: list[bytes]) -> str:
@@ -34,7 +34,7 @@ def _of_pieces(digests: list[bytes]) -> str:
 
 
 class PieceDigest:
-    """The checksum of what comes bit by bit. Its threads end with :meth:`close`."""
+    """The checksum of bytes that come one part after the other. Its threads end with :meth:`close`."""
 
     def __init__(self) -> None:
         self._pool = _pool()

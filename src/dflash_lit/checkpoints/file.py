@@ -122,7 +122,7 @@ class _Writer:
         return len(view)
 
     def _sync(self, count: int) -> None:
-        """Have the disk begin with what is there, not wait for the end; what it cannot take is said only once, maybe here."""
+        """Let the disk begin with what is there now. The system reports an error of the disk to one ``fsync`` only, maybe to this one."""
         self._unsynced += count
         if self._unsynced < _SYNC_BYTES or not (self._synced is None or self._synced.done()):
             return
