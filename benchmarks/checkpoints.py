@@ -23,6 +23,7 @@ import torch
 
 from dflash_lit.checkpoints.digest import file_digest
 from dflash_lit.checkpoints.file import save
+from dflash_lit.cores import cores
 
 MATRIX = 2**27
 """Bytes of each tensor."""
@@ -74,7 +75,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for kind, work in kinds.items():
                 times[kind].append(seconds(work))
-    line = {"gib": round(tensors * MATRIX / 2**30, 2), "device": device, "cores": len(os.sched_getaffinity(0))}
+    line = {"gib": round(tensors * MATRIX / 2**30, 2), "device": device, "cores": cores()}
     line |= {f"{kind}_s": round(statistics.median(taken), 2) for kind, taken in times.items()}
     print(json.dumps(line))
 

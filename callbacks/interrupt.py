@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from dflash_lit.errors import Interrupted
 from dflash_lit.optimizer_steps import OptimizerSteps
-from dflash_lit.owed_validation import OwedValidation, validation_follows
+from dflash_lit.owed_validation import OwedValidation, validation_follows, validation_owed
 from dflash_lit.placement.feature_loader import FeatureLoader
 from dflash_lit.placement.remote_target import RemoteTarget
 from dflash_lit.stopping import stopping
@@ -31,11 +31,11 @@ class Interrupt(Callback):
     def __init__(self, checkpoint: str) -> None:
         self.checkpoint = Path(checkpoint)
         self._steps = OptimizerSteps()
-        self._saved = -1  # step of the newest checkpoint
+        self._saved = -1  # step of the newest checkpoint that owes nothing
         self._agreement: Any = None
         self._checkpoint: dict[str, Any] | None = None  # that this run goes on from, until its fit starts
         self._validation = OwedValidation()
-        self._told = 0  # in the step whose validation follows
+        self._told = 0  # signal that the validation after this step obeys
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._checkpoint = checkpoint
@@ -47,7 +47,7 @@ class Interrupt(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps.begin(trainer)
-        self._saved = trainer.global_step
+        self._saved = -1 if validation_owed(trainer) else trainer.global_step
         if trainer.world_size > 1:
             self._agreement = trainer.strategy.agreement()  # type: ignore[attr-defined]
         stopping.hold()

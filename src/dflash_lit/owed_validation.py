@@ -44,9 +44,18 @@ class OwedValidation:
             self._limit, loop.max_steps = loop.max_steps, step + 1
 
     def begin_training(self, trainer: L.Trainer) -> None:
-        """In ``on_train_start``: where no validation comes there is no step either."""
-        if not validation_owed(trainer):
-            self._limit_again(trainer)
+        """In ``on_train_start``: a run that holds no validation now goes on as from a checkpoint of the step before it."""
+        if validation_owed(trainer):
+            return
+        self._limit_again(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        if loop.val_loop.restarted_mid_evaluation and trainer.global_step < loop.max_steps:
+            # Lightning would not count that step for the loggers, nor see that its epoch has ended.
+            for counters in (loop.val_loop.batch_progress.total, loop.val_loop.batch_progress.current):
+                counters.reset_on_restart()
+            for counters in (loop.batch_progress.total, loop.batch_progress.current):
+                counters.completed -= 1
+            trainer.fit_loop.reset()
 
     def begin(self, trainer: L.Trainer) -> None:
         """In ``on_validation_start``, before anything is saved."""

@@ -138,6 +138,18 @@ def test_a_run_that_goes_on_with_other_validations_takes_no_step_more(tmp_path: 
     assert then.happened == [(8, "end of 8")]
 
 
+@pytest.mark.parametrize("at", ["trained", "batch 0"])
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_other_validations_leave_steps_and_epochs_as_they_are(tmp_path: Path, step: int, at: str) -> None:
+    whole, then = Told(-1, ""), Told(-1, "")
+    assert not run(tmp_path / "whole", whole, every=7)
+    assert run(tmp_path, Told(step, at))
+    assert not run(tmp_path, then, ckpt=tmp_path / "last.ckpt", every=7)
+    after = whole.happened[whole.happened.index((step + 1, "trained")) :]
+    assert then.happened == after
+    assert (7, "validated 6") in after
+
+
 def test_what_was_to_be_saved_after_that_validation_is(tmp_path: Path) -> None:
     def every_fourth() -> list[SafeCheckpoint]:
         return [
@@ -149,6 +161,19 @@ def test_what_was_to_be_saved_after_that_validation_is(tmp_path: Path) -> None:
     assert run(tmp_path, Told(4, "batch 1"), more=every_fourth())
     assert not run(tmp_path, Told(-1, ""), ckpt=tmp_path / "last.ckpt", more=every_fourth())
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["kept=4.ckpt", "kept=8.ckpt", "last.ckpt"]
+
+
+def test_a_validation_is_owed_once(tmp_path: Path) -> None:
+    """A run that is told again, or killed, after the validation that it owed has nothing left to do."""
+
+    def seldom() -> list[SafeCheckpoint]:
+        return [SafeCheckpoint(dirpath=tmp_path, filename="best={step}", every_n_train_steps=100)]
+
+    assert run(tmp_path, Told(8, "batch 0"), more=seldom())
+    assert not run(tmp_path, held := Told(-1, ""), ckpt=tmp_path / "last.ckpt", more=seldom())
+    assert (8, "validated 7") in held.happened
+    assert not run(tmp_path, again := Told(-1, ""), ckpt=tmp_path / "last.ckpt", more=seldom())
+    assert again.happened == []
 
 
 def test_counters_that_lightning_does_not_go_back_for_are_no_step_more(tmp_path: Path) -> None:

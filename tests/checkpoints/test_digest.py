@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,46 @@ def test_however_the_bytes_come(size: int, tmp_path: Path, monkeypatch: pytest.M
     file.write_bytes(data + b"beyond")
     with open(file, "rb") as handle:
         assert file_digest(handle.fileno(), size) == plain(data, 100)
+
+
+def test_a_file_system_may_give_less_than_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "PIECE", 100)
+    pread = os.pread
+    monkeypatch.setattr("os.pread", lambda handle, count, at: pread(handle, min(count, 33), at))
+    data = random.Random(0).randbytes(1234)
+    (tmp_path / "it").write_bytes(data)
+    with open(tmp_path / "it", "rb") as handle:
+        assert file_digest(handle.fileno(), len(data)) == plain(data, 100)
+        assert file_digest(handle.fileno(), len(data) + 50) == plain(data, 100)  # cut meanwhile: it ends
+
+
+def test_after_an_error_nothing_is_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gave the memory takes it back."""
+    monkeypatch.setattr(digest, "PIECE", 2**20)
+    made = PieceDigest()
+    submit, begun = made._pool.submit, []
+
+    def thrice(*arguments: Any) -> Any:
+        if len(begun) == 3:
+            raise RuntimeError("can't start new thread")
+        begun.append(submit(*arguments))
+        return begun[-1]
+
+    monkeypatch.setattr(made._pool, "submit", thrice)
+    with pytest.raises(RuntimeError, match="new thread"):
+        made.update(memoryview(bytes(2**23)))
+    made.wait()
+    assert all(future.done() for future in begun)
+    made.close()
+
+
+def test_without_a_list_of_allowed_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    made = PieceDigest()
+    made.update(memoryview(b"some"))
+    assert made.hexdigest() == plain(b"some", digest.PIECE)
+    made.close()
 
 
 def test_other_bytes_or_another_order_are_another_sum(monkeypatch: pytest.MonkeyPatch) -> None:

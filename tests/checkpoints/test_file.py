@@ -128,6 +128,41 @@ def test_what_the_disk_refuses_in_the_background_is_no_checkpoint(tmp_path: Path
     assert same(load(path), checkpoint(1))
 
 
+@pytest.mark.parametrize("at", [1, 2**40])  # while torch writes, where it hides the error behind one of its own; and after it
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, RuntimeError])
+def test_what_ended_a_checkpoint_is_what_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], at: int
+) -> None:
+    def fail(handle: int) -> None:
+        raise kind("first")
+
+    def save_in_handling_another() -> None:
+        try:
+            raise ValueError("before")
+        except ValueError:
+            save(checkpoint(1), tmp_path / "last.ckpt")
+
+    monkeypatch.setattr("dflash_lit.checkpoints.file._SYNC_BYTES", at)
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(kind, match="first"):
+        save(checkpoint(1), tmp_path / "last.ckpt")
+    with pytest.raises(kind, match="first"):
+        save_in_handling_another()
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_locks_what_was_not_written_for_a_day_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    for name, hours in (("old", 25), ("new", 23)):
+        (tmp_path / f".{name}.ckpt.abc.partial").write_bytes(b"0")
+        os.utime(tmp_path / f".{name}.ckpt.abc.partial", (0, time.time() - hours * 3600))
+    save(checkpoint(1), tmp_path / "last.ckpt")
+    assert sorted(os.listdir(tmp_path)) == [".new.ckpt.abc.partial", "last.ckpt"]
+
+
 def test_a_writer_killed_at_any_byte_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     save(checkpoint(1), path)

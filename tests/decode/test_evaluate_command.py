@@ -68,7 +68,7 @@ def test_tables_of_long_blocks_are_whole_in_80_columns() -> None:
             stage_ms=dict.fromkeys(STAGES, 123.45),
             plain_ms=123.45,
         )
-        for temperature in (0.0, 0.7)
+        for temperature in (0.0, 0.7, 0.95)
         for budget in (0, 16, 64, 256)
     ]
     console = Console(width=80, record=True, file=io.StringIO())
@@ -78,6 +78,7 @@ def test_tables_of_long_blocks_are_whole_in_80_columns() -> None:
     assert "…" not in text
     lines = [line.split() for line in text.splitlines()]
     assert ["31"] + ["0.50"] * 8 in lines
+    assert ["31"] + ["0.50"] * 4 in lines  # of the others, below
     assert ["0.7", "tree", "256", *["123.45"] * 4, "493.80", "123.45"] in lines
     assert ["0.7", "tree", "64", "12.34", "±", "0.56", "nan..nan", "123.4", "1234.5", "10.00x", "sampled"] in lines
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def test_a_group_of_one_drafter_trains_as_one_alone(embedded: FrozenTarget, worl
 
 @pytest.mark.parametrize(
     ("values", "reduce_op", "expected"),
-    [([1.0, 2.0], "mean", [1.0, 2.0]), ([3, 4], "sum", [3, 4]), ([5, 6], dist.ReduceOp.MAX, [5, 6]), ([7], "avg", [7])],
+    [([1.0, 2.0], "mean", [1.0, 2.0]), ([3, 4], "sum", [3, 4]), ([5, 6], dist.ReduceOp.MAX, [5, 6]), ([7], "AVG", [7])],
 )
 def test_sums_and_means_of_drafters(
     embedded: FrozenTarget, world: World, values: list, reduce_op: object, expected: list
@@ -143,5 +144,5 @@ def test_torch_still_knows_the_argument_that_keeps_buffers_where_they_are() -> N
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placements.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert [threads_of_a_rank(ranks) for ranks in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]

@@ -10,21 +10,23 @@ import hashlib
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from dflash_lit.cores import cores
+
 __all__ = ["PIECE", "PieceDigest", "file_digest"]
 
 PIECE = 2**22
 """Bytes."""
 
 _MOST_THREADS = 8
-"""More wait for memory."""
+"""More would only wait for the memory."""
 
 
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="checksum")
+    return ThreadPoolExecutor(min(_MOST_THREADS, cores()), thread_name_prefix="checksum")
 
 
 def _sha256(piece: bytes | memoryview) -> bytes:
-    return hashlib.sha256(piece).digest()  # without Python's lock
+    return hashlib.sha256(piece).digest()  # which lets other threads run meanwhile
 
 
 def _of_pieces(digests: list[bytes]) -> str:
@@ -32,11 +34,12 @@ def _of_pieces(digests: list[bytes]) -> str:
 
 
 class PieceDigest:
-    """The checksum of what comes bit by bit. Its threads end with :meth:`close`."""
+    """The checksum of bytes that come one part after the other. Its threads end with :meth:`close`."""
 
     def __init__(self) -> None:
         self._pool = _pool()
         self._whole: list[Future[bytes]] = []
+        self._waited = 0  # of those
         self._begun, self._begun_bytes = hashlib.sha256(), 0
 
     def update(self, data: memoryview) -> None:
@@ -49,7 +52,9 @@ class PieceDigest:
                 self._whole.append(self._done(self._begun.digest()))
                 self._begun, self._begun_bytes = hashlib.sha256(), 0
         whole = len(data) // PIECE * PIECE
-        self._whole += [self._pool.submit(_sha256, data[at : at + PIECE]) for at in range(0, whole, PIECE)]
+        for at in range(0, whole, PIECE):
+            # One by one: after an error in between, those that have begun are waited for, too.
+            self._whole.append(self._pool.submit(_sha256, data[at : at + PIECE]))
         if rest := data[whole:]:
             self._begun.update(rest)
             self._begun_bytes = len(rest)
@@ -62,7 +67,8 @@ class PieceDigest:
 
     def wait(self) -> None:
         """Until nothing of what was given is needed any more."""
-        wait(self._whole)
+        wait(self._whole[self._waited :])  # not for all each time: a checkpoint is thousands of pieces in thousands of writes
+        self._waited = len(self._whole)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -81,7 +87,11 @@ def file_digest(handle: int, size: int) -> str:
     """
 
     def piece(at: int) -> bytes:
-        return _sha256(os.pread(handle, min(PIECE, size - at), at))
+        end, data = min(at + PIECE, size), b""
+        # Some file systems give less than they are asked for; nothing is given at the end of a file that was cut meanwhile.
+        while more := os.pread(handle, end - at - len(data), at + len(data)):
+            data += more
+        return _sha256(data)
 
     with _pool() as pool:
         return _of_pieces(list(pool.map(piece, range(0, size, PIECE))))

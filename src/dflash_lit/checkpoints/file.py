@@ -18,6 +18,8 @@ import pickle
 import re
 import secrets
 import shutil
+import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +29,7 @@ import torch
 
 from dflash_lit.checkpoints.digest import PieceDigest, file_digest
 from dflash_lit.checkpoints.plain import plain_bytes
+from dflash_lit.data.held import LEFT_S
 from dflash_lit.doctor.finding import gib
 from dflash_lit.errors import UserError
 
@@ -67,6 +70,7 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
     needed = plain_bytes(checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
+    outer = sys.exception()  # in whose handling this is
     partial, handle = _open_partial(path)
     writer = _Writer(handle)
     try:
@@ -76,10 +80,13 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
         _to_disk(path.parent)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        # torch puts an error of its own over the writer's.
-        cause = error if isinstance(error, OSError) else writer.error
-        if cause is not None and cause.errno in _FULL:
-            raise DiskFullError(_no_room(path, needed, writer.written, cause)) from error
+        # After an error, or Ctrl-C, torch still tries to end its archive, and what comes of that hides the first.
+        hidden = error.__context__ if isinstance(error, RuntimeError) and error.__context__ is not outer else None
+        first = hidden or error
+        if isinstance(first, OSError) and first.errno in _FULL:
+            raise DiskFullError(_no_room(path, needed, writer.written, first)) from error
+        if hidden is not None:
+            raise hidden from None
         raise
     finally:
         writer.close()
@@ -93,7 +100,6 @@ class _Writer:
     def __init__(self, handle: BinaryIO) -> None:
         self.handle = handle
         self.written = 0
-        self.error: OSError | None = None
         self._digest = PieceDigest()
         self._last = b""  # the last two bytes, which may be the comment's length
         self._syncing = ThreadPoolExecutor(1, thread_name_prefix="to_disk")
@@ -110,16 +116,13 @@ class _Writer:
             self._last = bytes(last[-2:])
             self.handle.write(view)
             self._sync(len(view))
-        except OSError as error:
-            self.error = error
-            raise
         finally:
             self._digest.wait()  # torch takes the memory back
         self.written += len(view)
         return len(view)
 
     def _sync(self, count: int) -> None:
-        """Have the disk begin with what is there, not wait for the end; what it cannot take is said only once, maybe here."""
+        """Let the disk begin with what is there now. The system reports an error of the disk to one ``fsync`` only, maybe to this one."""
         self._unsynced += count
         if self._unsynced < _SYNC_BYTES or not (self._synced is None or self._synced.done()):
             return
@@ -154,7 +157,7 @@ def _open_partial(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_PARTIAL}")
         handle = open(partial, "xb")  # noqa: SIM115
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for a leftover
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for a leftover for a day
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if partial.exists():  # else somebody has removed it before it was held
             return partial, handle
@@ -164,13 +167,21 @@ def _open_partial(path: Path) -> tuple[Path, BinaryIO]:
 def remove_leftovers(folder: str | Path) -> list[Path]:
     """Remove what killed writers have left in ``folder``; unfinished files of living ones stay.
 
+    On a file system without locks that is what was not written for a day.
+
     Returns:
         what was removed.
     """
     removed = []
     for partial in Path(folder).glob(f".*{_PARTIAL}"):
         with contextlib.suppress(OSError), open(partial, "rb") as handle:  # its writer may be done with it
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # no locks
+                if time.time() - os.fstat(handle.fileno()).st_mtime < LEFT_S:
+                    continue
             partial.unlink()
             removed.append(partial)
     return removed

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["WRITER", "held", "kernel", "remove_left", "sign"]
+__all__ = ["LEFT_S", "WRITER", "held", "kernel", "remove_left", "sign"]
 
 WRITER = ".writer"
 """Which kernel's process writes a folder that is not whole."""
 
-_LEFT_S = 24 * 3600.0
+LEFT_S = 24 * 3600.0
 """Where nothing has been written for so long nobody writes, on whatever host."""
 
 
@@ -92,7 +92,7 @@ def remove_left(folder: Path) -> bool:
             ours = False
         if not os.path.samestat(os.fstat(handle), os.stat(folder)):  # renamed by who held it, and made anew
             return False
-        if not ours and time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < _LEFT_S:
+        if not ours and time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < LEFT_S:
             return False
         shutil.rmtree(folder)
         return True

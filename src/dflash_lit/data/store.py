@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
+from dflash_lit.cores import cores
 from dflash_lit.data.chat import ChatSettings, ChatTokenizer, Tokens
 from dflash_lit.data.held import held, remove_left, sign
 from dflash_lit.data.records import Columns, Record, check_record
@@ -277,8 +278,7 @@ def _tokenise(
     """Write every part that is not there yet; what was skipped in all of them, in their order."""
     skips = Skips()
     missing = [(number, part) for number, part in enumerate(parts) if not _is_done(folder, number)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = min(workers or (cores if len(missing) >= _FEW_PARTS else 1), max(len(missing), 1))
+    processes = min(workers or (cores() if len(missing) >= _FEW_PARTS else 1), max(len(missing), 1))
     before = len(parts) - len(missing)
     with (
         Counted("tokenised parts", len(parts), done=before, show=progress and bool(missing)) as counted,

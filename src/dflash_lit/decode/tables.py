@@ -56,12 +56,32 @@ def tau_table(results: Sequence[Acceptance]) -> Group:
 
 
 def depths_table(results: Sequence[Acceptance]) -> Group:
-    """A line for each depth, since blocks have up to 32 slots and 80 columns are few."""
-    headings = ("depth", *(f"T={_temperature(r)}\n{_drafts(r)}" for r in results))
-    table = _table(headings)
-    for depth, shares in enumerate(zip(*(r.accepted_by_depth for r in results), strict=True), start=1):
-        table.add_row(str(depth), *(f"{share:.2f}" for share in shares))
-    return Group("share of passes that accept a draft at each depth", table)
+    """A line for each depth, since blocks have up to 32 slots and 80 columns are few; as many tables as the results need."""
+    tables = []
+    for some in _side_by_side(results):
+        table = _table(("depth", *map(_heading, some)))
+        for depth, shares in enumerate(zip(*(r.accepted_by_depth for r in some), strict=True), start=1):
+            table.add_row(str(depth), *(f"{share:.2f}" for share in shares))
+        tables.append(table)
+    return Group("share of passes that accept a draft at each depth", *tables)
+
+
+def _heading(result: Acceptance) -> str:
+    return f"T={_temperature(result)}\n{_drafts(result)}"
+
+
+def _side_by_side(results: Sequence[Acceptance]) -> list[list[Acceptance]]:
+    """Those whose headings fit beside ``depth`` into 80 columns together."""
+    groups: list[list[Acceptance]] = []
+    left = 0
+    for result in results:
+        width = 2 + max(map(len, _heading(result).splitlines()))
+        if width > left:
+            groups.append([])
+            left = 80 - len(" depth  ")
+        groups[-1].append(result)
+        left -= width
+    return groups
 
 
 def stages_table(results: Sequence[Acceptance]) -> Group:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dflash_lit.cores import cores
 from dflash_lit.placement.agreement import Agreement
 from dflash_lit.placement.feature_loader import FeatureLoader, FeatureSource, PrefetchingLoader
 from dflash_lit.placement.layout import Transport
@@ -186,8 +186,10 @@ class DrafterGroupStrategy(_Featured, DDPStrategy):
         """Lightning's, without the barrier that it begins with: there the host would wait for the device in every step."""
         if not isinstance(tensor, Tensor):
             return tensor
-        mean = reduce_op in ("mean", "avg")
-        named = "sum" if mean or reduce_op is None else reduce_op
+        named = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        mean = named in ("mean", "avg")
+        if mean or named is None:
+            named = "sum"
         op = getattr(dist.ReduceOp, named.upper()) if isinstance(named, str) else named
         dist.all_reduce(tensor, op, group)
         # In place, whole numbers too, as Lightning does.
@@ -247,5 +249,4 @@ class SplitStrategy(DrafterGroupStrategy):
 
 def threads_of_a_rank(ranks: int) -> int:
     """CPU threads for each of the ranks of a host, so that together they do not fight for its cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // ranks, 1)
+    return max(cores() // ranks, 1)
