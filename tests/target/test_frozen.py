@@ -265,6 +265,26 @@ def test_weights_that_are_no_numbers_or_left_over_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("model.layers.6.mlp.up_proj.weight", {"num_nextn_predict_layers": 1}),  # predicts the token after the next
+        ("model.layers.2.self_attn.rotary_emb.inv_freq", {}),  # as older versions of Transformers saved it
+        ("model.layers.2.self_attn.bias", {}),  # a mask of theirs
+        ("vision_tower.layers.9.mlp.up_proj.weight", {}),
+    ],
+)
+def test_weights_that_a_language_model_rightly_leaves_out_are_no_damage(
+    folder: Path, tmp_path: Path, name: str, changes: dict[str, Any], embedded: FrozenTarget
+) -> None:
+    made = rewrite(folder, tmp_path, **changes)
+    save_file(
+        {**load_file(made / "model.safetensors"), name: torch.ones(4)}, made / "model.safetensors", metadata={"format": "pt"}
+    )
+    loaded = FrozenTarget.load(TargetInfo.load(str(made)))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), embedded.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ('{"eos_token_id": 0', r"generation_config\.json: is not JSON .*; fetch the model again"),
