@@ -9,7 +9,6 @@ without threads: ``torch.save``, one SHA-256 of all, ``fsync``. Medians, in seco
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -21,9 +20,10 @@ from typing import Any
 
 import torch
 
-from dflash_lit.checkpoints.digest import file_digest
+from dflash_lit.checkpoints.digest import pieces_digest
 from dflash_lit.checkpoints.file import save
 from dflash_lit.cores import cores
+from dflash_lit.files import file_digest
 
 MATRIX = 2**27
 """Bytes of each tensor."""
@@ -32,20 +32,15 @@ MATRIX = 2**27
 def save_plainly(checkpoint: dict[str, Any], path: Path) -> None:
     partial = path.with_suffix(".partial")
     torch.save(checkpoint, partial)
-    check_plainly(partial)
+    file_digest(partial)
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     partial.rename(path)
 
 
-def check_plainly(path: Path) -> None:
-    with open(path, "rb") as file:
-        hashlib.file_digest(file, "sha256")
-
-
 def check(path: Path) -> None:
     with open(path, "rb") as file:
-        file_digest(file.fileno(), path.stat().st_size)
+        pieces_digest(file.fileno(), path.stat().st_size)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -69,7 +64,7 @@ def main() -> None:
             "save": lambda: save(checkpoint, path),
             "check": lambda: check(path),
             "save_plainly": lambda: save_plainly(checkpoint, path),
-            "check_plainly": lambda: check_plainly(path),
+            "check_plainly": lambda: file_digest(path),
         }
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(args.rounds):

@@ -30,12 +30,13 @@ def refuse_blocked(folder: Path, callbacks: Iterable[Callback], loggers: Iterabl
     """
     folders = [folder / ".rows"]
     files = [folder / SUMMARY, folder / "report.html"]
-    exports = []
+    exports: list[Path] = []
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             folders.append(Path(callback.dirpath))
             files += sorted(Path(callback.dirpath).glob(f"*{callback.FILE_EXTENSION}"))
-        exports += [place] if isinstance(place := getattr(callback, "folder", None), Path) and _exports(callback) else []
+        if hasattr(callback, "exported_to") and isinstance(place := getattr(callback, "folder", None), Path):
+            exports.append(place)
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             folders.append(Path(logger.log_dir))
@@ -48,10 +49,6 @@ def refuse_blocked(folder: Path, callbacks: Iterable[Callback], loggers: Iterabl
             raise UserError(f"{path}: is a folder, and this run is going to write a file there; {_CURE}")
     for path in exports or [folder / "drafter"]:
         refuse_other(path)
-
-
-def _exports(callback: Callback) -> bool:
-    return hasattr(callback, "exported_to")
 
 
 def _kind(path: Path) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_lit.checkpoints import digest
-from dflash_lit.checkpoints.digest import PieceDigest, file_digest
+from dflash_lit.checkpoints.digest import PieceDigest, pieces_digest
 
 
 def plain(data: bytes, piece: int) -> str:
@@ -38,7 +38,7 @@ def test_however_the_bytes_come(size: int, tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "it"
     file.write_bytes(data + b"beyond")
     with open(file, "rb") as handle:
-        assert file_digest(handle.fileno(), size) == plain(data, 100)
+        assert pieces_digest(handle.fileno(), size) == plain(data, 100)
 
 
 def test_a_file_system_may_give_less_than_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +48,8 @@ def test_a_file_system_may_give_less_than_it_is_asked_for(tmp_path: Path, monkey
     data = random.Random(0).randbytes(1234)
     (tmp_path / "it").write_bytes(data)
     with open(tmp_path / "it", "rb") as handle:
-        assert file_digest(handle.fileno(), len(data)) == plain(data, 100)
-        assert file_digest(handle.fileno(), len(data) + 50) == plain(data, 100)  # cut meanwhile: it ends
+        assert pieces_digest(handle.fileno(), len(data)) == plain(data, 100)
+        assert pieces_digest(handle.fileno(), len(data) + 50) == plain(data, 100)  # cut meanwhile: it ends
 
 
 def test_after_an_error_nothing_is_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

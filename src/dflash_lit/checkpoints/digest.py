@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from dflash_lit.cores import cores
 
-__all__ = ["PIECE", "PieceDigest", "file_digest"]
+__all__ = ["PIECE", "PieceDigest", "pieces_digest"]
 
 PIECE = 2**22
 """Bytes."""
@@ -49,7 +49,7 @@ class PieceDigest:
             self._begun.update(head)
             self._begun_bytes += len(head)
             if self._begun_bytes == PIECE:
-                self._whole.append(self._done(self._begun.digest()))
+                self._whole.append(self._pool.submit(self._begun.digest))
                 self._begun, self._begun_bytes = hashlib.sha256(), 0
         whole = len(data) // PIECE * PIECE
         for at in range(0, whole, PIECE):
@@ -58,12 +58,6 @@ class PieceDigest:
         if rest := data[whole:]:
             self._begun.update(rest)
             self._begun_bytes = len(rest)
-
-    @staticmethod
-    def _done(digest: bytes) -> Future[bytes]:
-        future: Future[bytes] = Future()
-        future.set_result(digest)
-        return future
 
     def wait(self) -> None:
         """Until nothing of what was given is needed any more."""
@@ -79,7 +73,7 @@ class PieceDigest:
         return _of_pieces([*digests, self._begun.digest()] if self._begun_bytes else digests)
 
 
-def file_digest(handle: int, size: int) -> str:
+def pieces_digest(handle: int, size: int) -> str:
     """The same of the first ``size`` bytes of an open file, read by several threads.
 
     Args:

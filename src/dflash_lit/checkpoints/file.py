@@ -3,8 +3,9 @@
 A file is what ``torch.save`` writes, an archive in zip format, with the checksum of everything before it (:mod:`dflash_lit.checkpoints.digest`)
 as the archive's comment. So it is one file, and anything that reads zip archives or ``torch.save`` files reads it, the checksum unseen.
 
-It is written under another name in its folder, brought to the disk (beside the writing: the run waits), and renamed: at no moment does its
-name stand for a part of it, and what had the name before is there until then. A lock tells a file being written from one whose writer was killed.
+It is written under another name in its folder, brought to the disk (which begins while more is written, as the run waits), and renamed: at no
+moment does its name stand for a part of it, and what had the name before is there until then. A lock tells a file being written from one
+whose writer was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dflash_lit.checkpoints.digest import PieceDigest, file_digest
+from dflash_lit.checkpoints.digest import PieceDigest, pieces_digest
 from dflash_lit.checkpoints.plain import plain_bytes
 from dflash_lit.data.held import LEFT_S
 from dflash_lit.doctor.finding import gib
@@ -282,7 +283,7 @@ def _check(path: Path, size: int, changed_ns: int, inode: int) -> bool:
             raise UserError(
                 f"{path}: is damaged: its end is not that of a checkpoint, so it is cut off (at {size} bytes), overwritten, or of another version"
             )
-        found = file_digest(file.fileno(), size - _COMMENT_BYTES - 2)
+        found = pieces_digest(file.fileno(), size - _COMMENT_BYTES - 2)
         wanted = comment.removeprefix(_COMMENT).decode("latin-1")
         if found != wanted:
             raise UserError(

@@ -119,6 +119,9 @@ def replay(saved: SavedStep, info: TargetInfo, device: torch.device) -> Replayed
         raise UserError(
             f"{saved.folder / FACTS}: its drafter is none ({type(error).__name__}: {error}); copy the step again"
         ) from error
+    for name, least in (("seed", 0), ("anchors", 1)):
+        if type(value := settings.get(name)) is not int or not least <= value < 2**32:
+            raise UserError(f"{saved.folder / FACTS}: {name} cannot be {str(value)[:60]!r}; copy the step again")
     if saved.has_features:
         ends = read_ends(info, device=device, dtype=dtype)
     else:
@@ -129,9 +132,6 @@ def replay(saved: SavedStep, info: TargetInfo, device: torch.device) -> Replayed
         for batch in batches:
             rows = (batch["input_ids"], batch["document_ids"], batch["position_ids"])
             batch["features"], batch["last_hidden"] = target.features_and_last_hidden(*rows, layers)
-    for name, least in (("seed", 0), ("anchors", 1)):
-        if type(value := settings.get(name)) is not int or not least <= value < 2**32:
-            raise UserError(f"{saved.folder / FACTS}: {name} cannot be {str(value)[:60]!r}; copy the step again")
     try:
         module = _Plain(ends=ends, **settings)
         module.load_state_dict(saved.weights)
