@@ -17,6 +17,7 @@ from dflash_lit.config import TrainConfig, register
 from dflash_lit.errors import Interrupted, UserError
 from dflash_lit.job import Job, quiet_libraries
 from dflash_lit.placement.layout import Layout, Role
+from dflash_lit.placement.own_gpu import see_own
 from dflash_lit.placement.started import Started, how_started
 from dflash_lit.placement.world import World, follow, lead
 from dflash_lit.plan import Plan, make_plan
@@ -49,7 +50,7 @@ def launch(main: Callable[[], object], train: Train, script: str) -> int:
         train, script: see :func:`begin`.
     """
     with stopping.listening() if _leads() else contextlib.nullcontext():
-        return run_command(lambda: _lead(main) if how_started().leads else join(train, script))
+        return run_command(lambda: _take_part(main, train, script))
 
 
 def _leads() -> bool:
@@ -57,6 +58,13 @@ def _leads() -> bool:
         return how_started().leads
     except UserError:  # said in a moment
         return False
+
+
+def _take_part(main: Callable[[], object], train: Train, script: str) -> int:
+    started = how_started()
+    if started.by not in ("hand", "us"):  # the former computes on the first GPU, the latter was told
+        see_own(started.local_rank)
+    return _lead(main) if started.leads else join(train, script)
 
 
 def _lead(main: Callable[[], object]) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
-from dflash_lit.placement.own_gpu import VARIABLE, device_seen, gpus_of_host, variables
+from dflash_lit.placement.own_gpu import VARIABLE, device_seen, gpus_of_host, see_own, variables
 from dflash_lit.placement.started import Started, child_environment
 
 STARTED = {"DFLASH_LIT_LOCAL_RANK": "0"}
@@ -53,3 +55,13 @@ def test_those_that_are_started_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     made = child_environment(Started("hand"), 1, "127.0.0.1", 4711, "s" * 32)
     assert (made["CUDA_VISIBLE_DEVICES"], made[VARIABLE], made["DFLASH_LIT_LOCAL_RANK"]) == ("6", "2", "1")
     assert device_seen(torch.device("cuda", 1), made) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_without_gpus_there_is_none_of_its_own(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = dict(os.environ)
+    see_own(local_rank)
+    assert dict(os.environ) == before
+    assert gpus_of_host() == 0
+    assert device_seen(torch.device("cuda", 1)) == torch.device("cuda", 1)
