@@ -439,7 +439,10 @@ class Fits:
             with job.device:
                 module = job.module(ends)
         trainer.fit(module, datamodule=self.data((args.epoch or self.batches) * args.drafters))
-        # Not the clock: Lightning ties callbacks to the module, whose memory would count in the next fit.
+        # Lightning ties callbacks to the module, also those that the job keeps: its memory would count in the next fit.
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for name in ("log", "log_dict"):
+                vars(callback).pop(name, None)
         return Fitted(args.steps * self.tokens * args.drafters / clock.seconds, clock.seconds, clock.flow)
 
 
