@@ -149,7 +149,7 @@ class Bench:
         self.prompts = data.eval_prompts
         self.module_data = data.module
         self.module_data.seed = seed
-        self.local = LocalTarget(target, self.plan.drafter.target_layer_ids, teacher=self.plan.objective.labels == "soft")
+        self.local = LocalTarget(target, self.plan.drafter.target_layer_ids, teacher=self.plan.objective.needs_teacher)
         self._kept: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     def with_features(self, side: str, batch: Batch) -> Batch:

@@ -17,11 +17,12 @@ from transformers import Qwen3ForCausalLM
 from dflash_lit.commands import one_line
 from dflash_lit.config import TrainConfig, register
 from dflash_lit.decode.static_drafter import StaticDrafter
+from dflash_lit.decoded import sides_of_speed
 from dflash_lit.doctor.memory import PUBLISHED
 from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import UserError
 from dflash_lit.export import load_drafter, save_drafter
-from dflash_lit.job import Job, JobData
+from dflash_lit.job import Job
 from dflash_lit.placement.known import known_config
 from dflash_lit.placement.sizes import measure_sizes
 from dflash_lit.plan import Plan, make_plan
@@ -275,15 +276,15 @@ def test_a_monitor_that_would_not_be_logged_is_refused(tmp_path: Path) -> None:
 def test_what_the_report_decodes_with(embedded: FrozenTarget, tmp_path: Path, compiles: str) -> None:
     """On a CPU, target and drafter as they are unless told otherwise."""
     cfg = configured("trainer.accelerator=cpu", f"paths.output_dir={tmp_path}", f"evaluation.compile={compiles}")
-    job = Job(cfg, make_plan(cfg))
-    drafter = Drafter(job.plan.drafter)
-    sides = job._sides(embedded, drafter, JobData(None, [[5, 6, 7]], None))  # type: ignore[arg-type]
+    plan = make_plan(cfg)
+    drafter = Drafter(plan.drafter)
+    sides = sides_of_speed(cfg, plan, embedded, drafter, [[5, 6, 7]])
     if compiles == "null":
         assert sides == (embedded, drafter)
     else:
         assert isinstance(sides[0], StaticTarget)
         assert isinstance(sides[1], StaticDrafter)
-        assert sides[0].room >= 3 + job.plan.max_new_tokens + 2 * job.plan.drafter.block_size
+        assert sides[0].room >= 3 + plan.max_new_tokens + 2 * plan.drafter.block_size
 
 
 def test_a_target_that_cannot_be_decoded_with_compiled_is_refused_at_the_start(

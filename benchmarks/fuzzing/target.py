@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_lit.config import register
-from dflash_lit.job import Job, JobData, quiet_libraries
+from dflash_lit.job import Job, quiet_libraries
+from dflash_lit.job_data import JobData
 from dflash_lit.target.ends import read_ends
 from dflash_lit.target.frozen import EMBEDDED, FrozenTarget, resolve_path
 from fuzzing.case import Case, Wrong

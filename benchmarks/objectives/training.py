@@ -163,7 +163,7 @@ class Workbench:
         Raises:
             Late: after the deadline.
         """
-        local = LocalTarget(self.target, self.config.target_layer_ids, teacher=module.objective.labels == "soft")
+        local = LocalTarget(self.target, self.config.target_layer_ids, teacher=module.objective.needs_teacher)
         optimizer = module.make_optimizer()
         schedule = get_cosine_schedule_with_warmup(optimizer, round(module.warmup * job.steps), job.steps)
         module.train()
@@ -230,7 +230,7 @@ class Workbench:
     def measure(self, module: DrafterModule) -> Record:
         """Accepted lengths on the held-out texts, block by block: the same blocks for all drafters."""
         settings = self.settings
-        local = LocalTarget(self.target, self.config.target_layer_ids, teacher=module.objective.labels == "soft")
+        local = LocalTarget(self.target, self.config.target_layer_ids, teacher=module.objective.needs_teacher)
         seed, module.seed = module.seed, 0
         texts: dict[str, list[str]] = {"chain": [], **{str(budget): [] for budget in settings.budgets}}
         nll: list[Tensor] = []

@@ -7,18 +7,15 @@ import logging
 import math
 import os
 import resource
-import shutil
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
-import numpy as np
 import torch
 import transformers
 import wandb
@@ -29,53 +26,39 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 from dflash_lit.blocked import refuse_blocked
-from dflash_lit.checkpoints.contract import CONTENT, compare
-from dflash_lit.checkpoints.file import load
+from dflash_lit.cache_folder import cache_folder
 from dflash_lit.checkpoints.io import VerifiedCheckpointIO
 from dflash_lit.commands import one_line, stop_code
 from dflash_lit.compilation.cache import use_cache
 from dflash_lit.config import TrainConfig
-from dflash_lit.data.chat_data import chat_data
-from dflash_lit.data.datamodule import RowDataModule
-from dflash_lit.data.documents import Document
-from dflash_lit.data.offline import StoredFeatures, ensure_features
-from dflash_lit.data.packing import pack
-from dflash_lit.data.prompts import Prompt, file_prompts, split_held_out, stdlib_prompts
-from dflash_lit.data.repetition import is_repetitive
-from dflash_lit.data.respond import respond
-from dflash_lit.data.stored_rows import load_rows
-from dflash_lit.decode.acceptance import MeasuredTarget, measure, measure_together, round_samples
-from dflash_lit.decode.proposer import ProposingDrafter
-from dflash_lit.decode.static_drafter import can_be_static, static_pair
+from dflash_lit.decode.static_drafter import can_be_static
+from dflash_lit.decoded import decoded
 from dflash_lit.doctor.look import free_memory
-from dflash_lit.drafter.model import Drafter
 from dflash_lit.errors import Interrupted, Pruned, UserError, stop_within
 from dflash_lit.export import load_drafter, save_drafter
+from dflash_lit.job_data import DataPhase, JobData
 from dflash_lit.module import DrafterModule
 from dflash_lit.placement.channel import Channel, ServingChannel
 from dflash_lit.placement.layout import Transport, table
 from dflash_lit.placement.layout import transport as transport_between
 from dflash_lit.placement.own_gpu import device_seen
 from dflash_lit.placement.remote_target import RemoteTarget
-from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, LocalTarget, SplitStrategy, threads_of_a_rank
+from dflash_lit.placement.strategy import ColocatedStrategy, DrafterGroupStrategy, SplitStrategy, threads_of_a_rank
 from dflash_lit.placement.target_worker import serve
 from dflash_lit.placement.world import World
 from dflash_lit.plan import Plan
 from dflash_lit.report import closing_table, load_metrics, write_report
-from dflash_lit.responses.on_policy import PolicyQuestion, answer_policy
 from dflash_lit.stopping import stopping
-from dflash_lit.target.frozen import FrozenTarget, TargetInfo
+from dflash_lit.target.frozen import FrozenTarget
 from dflash_lit.trained import SUMMARY, reopen
 from dflash_lit.watching.announce import announcement
 from dflash_lit.watching.pace import StepClock, pace_file, read_pace, write_pace
 from dflash_lit.watching.resumed import run_of_checkpoint
-from dflash_lit.watching.terminal import live_console
 
-__all__ = ["Job", "cache_folder", "load_target", "prepare_process", "quiet_libraries"]
+__all__ = ["Job", "load_target", "prepare_process", "quiet_libraries"]
 
 
 def quiet_libraries() -> None:
@@ -91,11 +74,6 @@ def quiet_libraries() -> None:
     ):
         # A loader in this process is right: rows are cut from memory.
         warnings.filterwarnings("ignore", message=known)
-
-
-def cache_folder(chosen: str | None) -> Path:
-    """``data.cache_dir``, else the user's cache folder."""
-    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lit").expanduser()
 
 
 def prepare_process(cfg: TrainConfig, plan: Plan, device: torch.device) -> None:
@@ -120,19 +98,6 @@ def load_target(plan: Plan, cfg: TrainConfig, device: torch.device) -> FrozenTar
         dense_limit_gib=cfg.target.dense_limit_gib,
         compile=cfg.target.compile,
     )
-
-
-@dataclass(frozen=True)
-class JobData:
-    """Everything the data phase yields.
-
-    Attributes:
-        figures: for the summary; empty on other ranks than 0, which are only given the rows.
-    """
-
-    module: RowDataModule
-    eval_prompts: list[list[int]]
-    figures: dict[str, Any]
 
 
 @runtime_checkable
@@ -295,12 +260,8 @@ class Job:
             self.plan.drafter.target_layer_ids,
             device=self.device,
             dtype=self.plan.dtype,
-            teacher=self.teacher,
+            teacher=self.plan.objective.needs_teacher,
         )
-
-    @property
-    def teacher(self) -> bool:
-        return self.plan.objective.labels == "soft"
 
     @property
     def transport(self) -> Transport:
@@ -324,7 +285,7 @@ class Job:
             lambda: ServingChannel(world, self.device, self.transport, limit_gib=self.cfg.placement.message_limit_gib),
             load_target(self.plan, self.cfg, self.device),
             self.plan.drafter.target_layer_ids,
-            teacher=self.teacher,
+            teacher=self.plan.objective.needs_teacher,
             rows=self.cfg.data.rows_per_batch,
             row_tokens=self.cfg.data.row_tokens,
         )
@@ -344,205 +305,9 @@ class Job:
         stopping.obey()
         return target if isinstance(target, FrozenTarget) else load_target(self.plan, self.cfg, self.device)
 
-    def _prompts(self, target: FrozenTarget | RemoteTarget) -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
-        """Prompts to train on, to validate on, and to decode."""
-        data, seed = self.cfg.data, self.cfg.seed
-        evaluated = self.cfg.evaluation.prompts
-        wanted = data.val_prompts + evaluated
-        if data.prompts is None:
-            size = data.prompt_tokens
-            train = stdlib_prompts(target.tokenizer, count=data.train_prompts, prompt_tokens=size, held_out=False, seed=seed)
-            held = stdlib_prompts(target.tokenizer, count=wanted, prompt_tokens=size, held_out=True, seed=seed)
-        else:
-            everything = file_prompts(data.prompts, target.tokenizer, max_prompt_tokens=data.prompt_tokens)
-            train, held = split_held_out(everything, data.held_out_share, seed)
-            if not train or len(held) < 2:
-                raise UserError(
-                    f"data.prompts={data.prompts!r}: {len(everything)} different prompts give {len(train)} to train on and {len(held)} held "
-                    "out; at least 1 and 2 are needed: add prompts or raise data.held_out_share"
-                )
-            train = train[: data.train_prompts]
-        cut = min(data.val_prompts, len(held) // 2 if len(held) < wanted else data.val_prompts)
-        val, decoded = held[:cut], held[cut:][:evaluated]
-        if data.validate_on_train:
-            val = decoded = train
-        return train, val, decoded
-
-    def _refuse_mask_token(self, prompts: list[Prompt]) -> None:
-        mask = self.plan.drafter.mask_token_id
-        for prompt in prompts:
-            if mask in prompt.input_ids:
-                raise UserError(
-                    f"drafter.mask_token_id={mask} occurs in the data (prompt {prompt.name!r}); choose a reserved id that is never text"
-                )
-
     def data(self, target: FrozenTarget | RemoteTarget) -> JobData:
-        """Prompts, the target's responses to them, packed rows; made by rank 0 for all.
-
-        Raises:
-            UserError: also if another host does not see the folder of the run.
-        """
-        if self.world is None or self.plan.layout.drafter_world == 1:
-            made = self._make_data(target)
-            self._attach(made.module, self._offline(made.module, target))
-            return made
-        folder = self.folder / ".rows"
-        if self.leads:
-            made = self._make_data(target)
-            self.world.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-            for side, rows in (("train", made.module.train), ("val", made.module.val)):
-                rows.save(folder / side)
-            offline = self._offline(made.module, target)
-            self._attach(made.module, offline)
-            self.world.tell("data", (made.eval_prompts, [str(folder) for folder in offline]))
-            return made
-        prompts, offline = self.world.told("data")
-        if not folder.is_dir():
-            raise UserError(
-                f"paths.output_dir={self.cfg.paths.output_dir!r}: {folder.resolve()} of rank 0 is not there on host {self.world.host}; "
-                "put the run on a file system that all hosts see"
-            )
-        train, val = (load_rows(folder / side) for side in ("train", "val"))
-        module = RowDataModule(train, val, self.cfg.data.rows_per_batch, self.cfg.seed)
-        module.eval_prompts = prompts  # type: ignore[attr-defined]
-        self._attach(module, [Path(folder) for folder in offline])
-        return JobData(module, prompts, {})
-
-    def _offline(self, module: RowDataModule, target: FrozenTarget | RemoteTarget) -> list[Path]:
-        """Folders with the features of training and validation rows, written now unless they are there; none without data.offline.
-
-        Raises:
-            UserError: if they would be too large.
-        """
-        data, plan = self.cfg.data, self.plan
-        if not data.offline:
-            return []
-        assert isinstance(target, FrozenTarget)  # plan.py: not with a split placement
-        return ensure_features(
-            (module.train, module.val),
-            LocalTarget(target, plan.drafter.target_layer_ids, teacher=self.teacher),
-            cache_folder(data.cache_dir) / "features",
-            widths=[plan.drafter.feature_size, *([plan.drafter.hidden_size] if self.teacher else [])],
-            limit_gib=data.offline_limit_gib,
-            rows_per_batch=data.rows_per_batch,
-            console=self.console,
-        )
-
-    def _attach(self, module: RowDataModule, folders: list[Path]) -> None:
-        if folders:
-            train, val = (StoredFeatures.open(folder) for folder in folders)
-            module.features = (train, val)
-
-    def _make_data(self, target: FrozenTarget | RemoteTarget) -> JobData:
-        make = self._chats if self.cfg.data.kind == "chat" else self._responses
-        if self.cfg.ckpt_path is None:
-            return make(target)
-        # What plan.py could not know yet, each before the work that comes next.
-        saved = load(self.cfg.ckpt_path, mmap=True)
-        compare(saved, {"drafter.target_fingerprint": target.fingerprint})
-        made = make(target)
-        compare(saved, {CONTENT: made.module.contract()[CONTENT]})
-        return made
-
-    def _chats(self, target: FrozenTarget | RemoteTarget) -> JobData:
-        """Conversations as they are."""
-        data, info = self.cfg.data, target.info
-        made = chat_data(
-            data,
-            info,
-            mask_token_id=self.plan.drafter.mask_token_id,
-            seed=self.cfg.seed,
-            cache_dir=cache_folder(data.cache_dir),
-            decoded=self.cfg.evaluation.prompts if info.packs else 0,
-        )
-        module = RowDataModule(made.train, made.val, data.rows_per_batch, self.cfg.seed)
-        module.eval_prompts = made.prompts  # type: ignore[attr-defined]
-        figures = made.figures(self.cfg.drafter.anchors)
-        for line in made.lines(figures):
-            self.console.print(f"  {line}", highlight=False, markup=False)
-        self._say_one_a_row(info, made.train.efficiency)
-        if data.policy_documents and not (documents := made.val_documents(data.policy_documents)):
-            self.console.print(
-                "  no held-out document has a supervised token in its first row, so none is checked for being the target's own",
-                highlight=False,
-            )
-        elif data.policy_documents:
-            figures |= self._check_policy(
-                target, PolicyQuestion(documents, data.temperature, data.row_tokens, data.rows_per_batch)
-            )
-        return JobData(module, made.prompts, figures)
-
-    def _check_policy(self, target: FrozenTarget | RemoteTarget, question: PolicyQuestion) -> dict[str, Any]:
-        """Say whether the conversations are what the target would have said."""
-        (check,) = target.each(answer_policy, [question])
-        says = (
-            f"{check.documents} held-out documents: {check.nll:.3f} nats a token, {check.entropy:.3f} if the target had written them "
-            f"at T={check.temperature:g}"
-        )
-        if check.off_policy:
-            logging.getLogger(__name__).warning(
-                "%s: this is another's text, or of another temperature (data.temperature). A drafter learns what its target says: let it "
-                "respond to the prompts (dflash-lit respond)",
-                says,
-            )
-        else:
-            self.console.print(f"  {says}: its own text", highlight=False)
-        return {"policy_nll": check.nll, "policy_entropy": check.entropy, "off_policy": check.off_policy}
-
-    def _responses(self, target: FrozenTarget | RemoteTarget) -> JobData:
-        """The target responds to prompts."""
-        data = self.cfg.data
-        train, val, decoded = self._prompts(target)
-        self._refuse_mask_token([*train, *val, *decoded])
-        everything = respond(
-            target,
-            [*train, *val] if not data.validate_on_train else train,
-            max_new_tokens=data.response_tokens,
-            temperature=data.temperature,
-            batch_size=data.responses_per_batch,
-            seed=self.cfg.seed,
-            cache_dir=cache_folder(data.cache_dir) / "responses",
-        )
-        # A sampled mask token is a one in a million accident: the document is dropped, not the run.
-        documents = [d for d in everything.documents if not (d.input_ids == self.plan.drafter.mask_token_id).any()]
-        names = {prompt.name for prompt in val}
-        sides: tuple[list[Document], list[Document]] = (
-            [d for d in documents if data.validate_on_train or d.name not in names],
-            [d for d in documents if d.name in names],
-        )
-        info = target.info
-        arguments: dict[str, Any] = {"seed": self.cfg.seed, "pad_id": info.pad_id, "one_per_row": not info.packs}
-        rows = [pack(side, data.row_tokens, **arguments) for side in sides]
-        module = RowDataModule(rows[0], rows[1], data.rows_per_batch, self.cfg.seed)
-        # Decoding on the training text: only what was trained on, and not the prompts whose responses were dropped.
-        learnt = {d.name for d in documents}
-        decoded = [prompt for prompt in decoded if not data.validate_on_train or prompt.name in learnt]
-        prompts = [list(prompt.input_ids) for prompt in decoded[: self.cfg.evaluation.prompts if info.packs else 0]]
-        module.eval_prompts = prompts  # type: ignore[attr-defined]
-        said = (
-            f"{len(everything.documents)} responses of {target.info.path} at T={data.temperature:g}"
-            f" ({everything.repetitive} repetitive and {everything.empty} empty ones dropped"
-            + (", from the cache)" if everything.from_cache else f", {everything.tokens_per_second:.0f} tokens/s)")
-            + f"; {len(rows[0])} + {len(rows[1])} rows of {data.row_tokens} tokens, {100 * rows[0].efficiency:.1f} % filled"
-        )
-        # A path may hold what rich takes for markup, and a line of a log stays a line.
-        self.console.print(Text(f"  {said}"), soft_wrap=True)
-        self._say_one_a_row(info, rows[0].efficiency)
-        figures = {
-            "responses": len(everything.documents),
-            "responses_repetitive": everything.repetitive,
-            "responses_from_cache": everything.from_cache,
-        }
-        return JobData(module, prompts, figures)
-
-    def _say_one_a_row(self, info: TargetInfo, filled: float) -> None:
-        if not info.packs:
-            self.console.print(
-                f"  {info.path} has layers of kind {info.not_packed!r}, which no mask keeps to one document: each row holds one, "
-                f"{100 * filled:.1f} % filled (data.row_tokens near the documents' length fills more); nothing is "
-                "decoded, since rejected drafts cannot be taken back from their state"
-            )
+        """See :meth:`dflash_lit.job_data.DataPhase.make`."""
+        return DataPhase(self.cfg, self.plan, self.world, self.console).make(target)
 
     def module(self, target: FrozenTarget | RemoteTarget) -> DrafterModule:
         """The drafter, new or warm-started, under its training step."""
@@ -566,9 +331,14 @@ class Job:
             return SplitStrategy(self.world, self.device, target, prefetch=prefetch, transport=self.drafter_transport)
         if self.world is not None:
             return DrafterGroupStrategy(
-                self.world, self.device, target, layer_ids, teacher=self.teacher, transport=self.drafter_transport
+                self.world,
+                self.device,
+                target,
+                layer_ids,
+                teacher=self.plan.objective.needs_teacher,
+                transport=self.drafter_transport,
             )
-        return ColocatedStrategy(target, layer_ids, self.device, teacher=self.teacher)
+        return ColocatedStrategy(target, layer_ids, self.device, teacher=self.plan.objective.needs_teacher)
 
     def trainer(self, target: FrozenTarget | RemoteTarget, callbacks: list[Callback], loggers: list[Logger]) -> L.Trainer:
         """Lightning's Trainer with the placement as its strategy."""
@@ -636,53 +406,8 @@ class Job:
         export = made[0] if made else save_drafter(module.drafter, self.folder / "drafter")
         self.exported = export
         drafter = load_drafter(export).to(self.plan.device, target.dtype)
-        settings = self.cfg.evaluation
-        summary: dict[str, Any] = {}
-        if not target.info.packs:
-            summary["not_decoded"] = f"rejected drafts cannot be taken back from layers of kind {target.info.not_packed!r}"
-        sides = self._sides(target, drafter, data)
-        for temperature in settings.temperatures if target.info.packs else ():
-            with Progress(console=Console(stderr=True), transient=True, disable=live_console() is None) as progress:
-                got = measure(
-                    *sides,
-                    data.eval_prompts,
-                    max_new_tokens=self.plan.max_new_tokens,
-                    temperature=temperature,
-                    seed=self.cfg.seed,
-                    progress=progress,
-                )
-            tau = "tau_greedy" if temperature == 0 else f"tau_t{temperature:g}"
-            tag = "" if temperature == 0 else f"_t{temperature:g}"
-            summary |= {
-                tau: got.tau,
-                f"{tau}_error": got.tau_error,
-                f"tokens_per_s_plain{tag}": got.tokens_per_s_plain,
-                f"tokens_per_s_drafted{tag}": got.tokens_per_s_drafted,
-                f"accepted_by_slot{tag}": got.accepted_by_depth,
-            }
-            for budget in settings.budgets if target.no_trees is None else ():
-                trees = measure_together(
-                    target,
-                    drafter,
-                    data.eval_prompts,
-                    budget,
-                    max_new_tokens=self.plan.max_new_tokens,
-                    temperature=temperature,
-                    seed=self.cfg.seed,
-                )
-                summary |= {f"{tau}@{budget}": trees.tau, f"{tau}@{budget}_error": trees.tau_error}
-            if got.lossless is not None:
-                summary["lossless"] = got.lossless
-                summary["lossless_prompts"] = f"{got.identical}/{got.prompts}"
-                summary["lossless_near_ties"] = got.near_ties
-                summary["greedy_repetitive"] = sum(is_repetitive(np.array(d.ids)) for d in got.drafted)
-                samples = round_samples(target, data.eval_prompts, got.drafted, 3)
-                summary["samples"] = [
-                    {"prompt": s.prompt, "rounds": [{"text_accepted": a, "text_bonus": b} for a, b in s.rounds]}
-                    for s in samples
-                ]
+        summary = decoded(self.cfg, self.plan, target, drafter, data.eval_prompts)
         summary |= {
-            "tau_untrained": self._untrained(target, data),
             **{key: value for key, value in self.metrics.items() if key.startswith("val/")},
             "train_loss": self.metrics.get("train/loss", math.nan),
             "steps": trainer.global_step,
@@ -702,24 +427,6 @@ class Job:
             "report": _shown(self.folder / "report.html"),
         }
         return summary
-
-    def _sides(
-        self, target: FrozenTarget, drafter: Drafter, data: JobData
-    ) -> tuple[MeasuredTarget, Drafter | ProposingDrafter]:
-        """What is decoded one by one, for its speed: plain and drafted passes alike compiled, or alike not."""
-        compiles = self.cfg.evaluation.compile
-        if compiles is None:
-            compiles = self.device.type == "cuda"
-        if not compiles or not data.eval_prompts or not can_be_static(target):
-            return target, drafter
-        longest = max(map(len, data.eval_prompts))
-        return static_pair(target, drafter, longest_prompt=longest, max_new_tokens=self.plan.max_new_tokens, budgets=[0])
-
-    def _untrained(self, target: FrozenTarget, data: JobData) -> float:
-        """Tau of a drafter with fresh random weights on a few of the same prompts: the floor; NaN if none is decoded."""
-        drafter = Drafter(self.plan.drafter).to(self.plan.device)
-        few = data.eval_prompts[:4]
-        return measure(target, drafter, few, max_new_tokens=min(self.plan.max_new_tokens, 48), plain=False).tau
 
     def close(self, summary: dict[str, Any], trainer: L.Trainer) -> None:
         """Write ``report.html``, log the summary, end the W&B run, print the table; and at the very end write ``summary.json``."""

@@ -215,7 +215,7 @@ class DrafterModule(L.LightningModule):
         """
         objective = self.objective
         options: dict[str, Any] = {"top": max(top, objective.top), "chunk_slots": objective.chunk_slots}
-        if objective.labels == "soft":
+        if objective.needs_teacher:
             options |= {"teacher": self._teacher(batch["last_hidden"], blocks), "temperature": objective.temperature}
         weigh = partial(objective.weigh, floor_ratio=self.floor_ratio) if objective.top else objective.weigh
         arguments = (hidden, self.head, blocks.labels.flatten(0, 1), blocks.label_ok.flatten(0, 1), weigh)

@@ -11,7 +11,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from dflash_lit import job
+from dflash_lit import decoded
 from dflash_lit.data import respond
 from dflash_lit.module import DrafterModule
 from dflash_lit.ranks import begin, launch
@@ -21,7 +21,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "data": (respond, "generate_batch"),
     "validation": (DrafterModule, "validation_step"),
     "training": (DrafterModule, "training_step"),
-    "decoding": (job, "measure"),
+    "decoding": (decoded, "measure"),
 }
 
 

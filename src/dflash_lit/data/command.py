@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dflash_lit.cache_folder import cache_folder
 from dflash_lit.config import DataSection
 from dflash_lit.data.chat import ChatTokenizer, Tokens
 from dflash_lit.data.chat_data import ChatData, chat_data, store_settings
@@ -145,7 +146,6 @@ def run_inspect(args: argparse.Namespace) -> int:
         raise UserError(f"--draw {args.draw}: the name has to end in .png, .svg or .pdf")
     if not 0 < args.rate < float("inf"):
         raise UserError(f"--rate {args.rate:g}: must be positive")
-    from dflash_lit.job import cache_folder  # heavy, and only here
 
     info = TargetInfo.load(args.target, trust_remote_code=args.trust_remote_code)
     section = _section(

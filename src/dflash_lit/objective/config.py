@@ -116,6 +116,11 @@ class Objective:
         gamma = self.gamma if self.gamma is not None else default_gamma(block_size)
         return decay_weights(block_size, gamma, device=label_ok.device) * label_ok
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether labels are the target's distributions: its last hidden state is needed beside the features."""
+        return self.labels == "soft"
+
     def __str__(self) -> str:
         """Short, for tables: "dpace", or "soft dpace, T=0.7"."""
         weights = self.weights
