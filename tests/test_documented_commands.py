@@ -55,6 +55,7 @@ NOT_RUN = {
     r"python benchmarks/data.py .*": "minutes; what it measures is tested in tests/data",
     r"python benchmarks/sides.py .*": "of sizes for a GPU; run small by tests/benchmarks",
     r"python benchmarks/placement.py .*": "minutes, of processes that are to have cores of their own",
+    r"python benchmarks/compile_torture.py .*": "minutes of compiling; tests/compilation deletes caches",
     r"python benchmarks/timeline.py .*": "draws what a GPU run has left; tests/benchmarks draws such a trace",
     r"dflash-lit wandb-workspace ENTITY/PROJECT": "needs the network",
     r"dflash-lit replay .*bad_steps/.*": "needs a step that went wrong; run by tests/guard",
