@@ -62,6 +62,7 @@ NOT_RUN = {
     r"python benchmarks/kill_resume.py .*": "minutes; run small by tests/benchmarks",
     r"python benchmarks/fuzz.py .*": "minutes; run small by tests/benchmarks",
     r"python benchmarks/faults.py .*": "minutes; run small by tests/benchmarks",
+    r"python benchmarks/hosts.py .*": "needs root, and network namespaces",
     r"python benchmarks/soak.py .*": "minutes; run small by tests/placement",
 }
 """Commands of this repository that are only parsed or composed, and why."""

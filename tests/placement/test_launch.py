@@ -191,6 +191,8 @@ def test_two_hosts_are_as_one_by_slurm(shelf: Shelf) -> None:
     assert not (two / ".rows").exists()
     assert not (shelf.folder / "runs").exists()
     assert "2     1     0      drafter  1" in done[0].stderr
+    name = socket.gethostname()
+    assert f"hosts: 0 is {name} (lo, 127.0.0.1), 1 is {name} (lo, 127.0.0.1)" in done[0].stderr
     assert done[1].stderr == ""  # rank 0 speaks for all
 
 

@@ -38,6 +38,7 @@ _REACHED = "Somebody else has reached a port of this run"
 _ABORT, _STOP = "abort", "stop"
 _GONE = "is gone: it was killed or has crashed"
 _SILENT = "it is stopped, or its host is gone"
+_UNSEEN = "it was not started, does not reach MASTER_ADDR and MASTER_PORT, or has failed, as its own lines say"
 _GRACE_S = 8.0
 """For rank 0's main thread to end by itself once it knows of a failure: W&B has to be closed."""
 _LEADER_S = 3.0
@@ -124,6 +125,10 @@ class Watch:
         """
         if self.failure is not None:
             raise RankError(self.failure)
+
+    def heard(self, rank: int) -> bool:
+        """Whether a rank has been heard of at all."""
+        return rank == self.rank or rank in self._seen
 
     def behind(self, error: BaseException) -> str | None:
         """The failure of another rank behind ``error``, which this one met with; None if there is none.
@@ -251,7 +256,8 @@ class Watch:
                 of_host = others and host != self._host and all(silent(other, 0.8) for other in (first, *others))
                 all_others = f" and all others of host {host} have" if of_host else " has"
                 who = first if of_host else rank
-                return self._loss(who, f"{self.layout.who(who)}{all_others} not been heard of for {limit:.0f} s: {_SILENT}")
+                since, cause = ("for", _SILENT) if rank in self._seen else ("within", _UNSEEN)
+                return self._loss(who, f"{self.layout.who(who)}{all_others} not been heard of {since} {limit:.0f} s: {cause}")
         return None
 
     # -- the thread that sees to it that the process ends
@@ -292,6 +298,9 @@ class Watch:
             if self.life:
                 print(f"error: {why}", file=sys.stderr, flush=True)
             os._exit(1)
+        speaks = why != STOPPED and self._local == 0 and self.rank != 0
+        if speaks:  # before the others end: that wakes the main thread, which may end this process, in silence
+            print(f"error: {why}", file=sys.stderr, flush=True)
         self._end()  # connections to the ended break, which wakes a main thread that waits for them
         if why == STOPPED:
             if self.rank != 0:
@@ -299,7 +308,7 @@ class Watch:
             return  # the time it has is not this one's to say
         if self.rank == 0 and self._over.wait(_GRACE_S):
             return  # the main thread has left, and speaks
-        if self._local == 0 or (self._local == 1 and self._is_left_alone(lost)):
+        if not speaks and (self._local == 0 or (self._local == 1 and self._is_left_alone(lost))):
             print(f"error: {why}", file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -29,9 +29,10 @@ import torch.distributed as dist
 from dflash_lit.errors import Interrupted, RankError, UserError
 from dflash_lit.placement.children import Children, die_with_parent, ignore_stops, outlive_parent
 from dflash_lit.placement.flow import Flow
-from dflash_lit.placement.interfaces import listening_address, on_interface
+from dflash_lit.placement.interfaces import check_interface, listening_address, on_interface
 from dflash_lit.placement.layout import Layout, Role, Transport
 from dflash_lit.placement.members import LOG, Entry, Members, add
+from dflash_lit.placement.reach import meet
 from dflash_lit.placement.secret import Key, find_secret, new_secret
 from dflash_lit.placement.signed_store import SignedStore
 from dflash_lit.placement.started import DrafterEnvironment, Started, agent_store, child_environment, rejoin_line
@@ -49,6 +50,12 @@ _RANK_0_FIRST_S = 1.5
 _START_S = 300.0
 """For a process to start, import and reach the store; hosts of a cluster begin at different times."""
 
+_WAIT_SAID_S = 30.0
+"""Another host waits so long for rank 0 before it says so."""
+
+_MISSING_SAID_S = 20.0
+"""The same of rank 0, for other hosts."""
+
 
 class World:
     """One process's place in a run of several; made by :func:`lead` or :func:`follow`.
@@ -64,6 +71,7 @@ class World:
         children: the other processes of this host, if this one started them.
         life: how many processes of this rank were lost before this one.
         tolerate: how many target ranks may be missing at a time.
+        host_names: of all hosts, once local rank 0 has met the others.
     """
 
     def __init__(
@@ -85,6 +93,8 @@ class World:
     ) -> None:
         self.layout, self.started, self.timeout_s = layout, started, timeout_s
         self.tolerate, self.life, self._command = tolerate, life, command
+        self.host_names: list[str] = []
+        self._began, self._said_missing = time.monotonic(), False
         self.rank = layout.physical_rank(started.host, started.local_rank)
         self.address, self.port = address, port
         self.stores = Stores.of(run, store)
@@ -151,8 +161,23 @@ class World:
         pause = 0.01
         while not over():
             self.watch.check()
+            self._say_who_is_missing()
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
+
+    def _say_who_is_missing(self) -> None:
+        """Once, as rank 0: which hosts nothing was heard of when they could have been."""
+        if self.rank != 0 or self._said_missing or time.monotonic() - self._began < _MISSING_SAID_S:
+            return
+        self._said_missing = True
+        firsts = {host: self.layout.physical_rank(host, 0) for host in range(self.layout.hosts)}
+        if missing := [str(host) for host, rank in firsts.items() if not self.watch.heard(rank)]:
+            hosts = f"host{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            print(
+                f"waiting for {hosts}: nothing was heard of yet (NODE_RANK, MASTER_ADDR, MASTER_PORT)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def is_done(self, rank: int) -> bool:
         """Whether a rank has nothing more to do."""
@@ -202,8 +227,13 @@ class World:
             print(f"{self.layout.who(entry.rank)} is back: {left}", file=sys.stderr, flush=True)
             return
         line = rejoin_line(self.layout, entry.rank, self.address, self.port, self._command)
+        host = (
+            f"host {self.layout.host(entry.rank)} ({self.host_names[self.layout.host(entry.rank)]})"
+            if self.host_names
+            else "its host"
+        )
         print(
-            f"lost: {entry.why}; training goes on, {left} (placement.tolerate={self.tolerate}); to start it again on its host: {line}",
+            f"lost: {entry.why}; training goes on, {left} (placement.tolerate={self.tolerate}); to start it again on {host}: {line}",
             file=sys.stderr,
             flush=True,
         )
@@ -220,6 +250,8 @@ class World:
         # rank 0, and NCCL's error handling would abort the partners of a rank that has failed before its name is known.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._of_drafters = self.store.under("drafters")  # kept: see _Group
+        if self.layout.hosts > 1 and self.started.local_rank == 0:
+            self.host_names = meet(self)
         dist.init_process_group(
             "nccl" if nccl else "gloo",
             timeout=NO_LIMIT,
@@ -245,6 +277,11 @@ class World:
         if self.rank == 0:
             alone, stopping.too_late = stopping.too_late, self.watch.abort
             self.at_end(lambda: setattr(stopping, "too_late", alone))
+        try:
+            check_interface(self._interface)  # of this host, which may be another than rank 0's
+        except UserError as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -488,7 +525,9 @@ def lead(
 def _door(address: str, port: int) -> socket.socket:
     """A socket that listens there and nowhere else."""
     try:
-        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        both = not address and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(
             f"MASTER_PORT={port}: this process cannot listen on {address or 'all interfaces'} ({error.strerror}); give a free port"
@@ -508,19 +547,20 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
     port = started.port or 29500
     if started.by == "rejoin":  # whose Ctrl-C is meant for it alone
         _look_for(started.address, port)
+        secret = find_secret()
     else:
-        ignore_stops()
+        if started.by != "hand":
+            ignore_stops()
         stopping.follows = True
-    secret = find_secret()
+        secret = find_secret()
+        _wait_for_rank_0(started, port)
+        ignore_stops()  # a person may end the wait for a run that does not come
     try:
         store = client(started.address, port, _START_S)
         run = Run.join(secret, store)
         facts = json.loads(run.of(store).get("config"))
     except dist.DistError as error:
-        raise UserError(
-            f"MASTER_ADDR={started.address} MASTER_PORT={port}: rank 0 of the run could not be reached from host {started.host} "
-            f"within {_START_S:.0f} s; start it on host 0, and let the port through"
-        ) from error
+        raise UserError(_not_reached(started, port, "it does not answer")) from error
     layout = Layout(*facts["layout"])
     if not started.host < layout.hosts:
         raise UserError(f"NODE_RANK={started.host}: the run has placement.hosts={layout.hosts}; number them from 0")
@@ -544,6 +584,38 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
         locals_ = range(1, layout.ranks_per_host)
         children.start(command, {local: child_environment(started, local, started.address, port, secret) for local in locals_})
     return world, facts["text"]
+
+
+def _wait_for_rank_0(started: Started, port: int) -> None:
+    """Until it listens. torch's client would also do this, but for longer than it is told, and with pages of C++ at the end.
+
+    Raises:
+        UserError: if it does not within the time to start, with what the last try came to.
+    """
+    began = time.monotonic()
+    said = started.local_rank != 0
+    while True:
+        try:
+            socket.create_connection((started.address, port), 10).close()
+        except OSError as error:
+            reason, waited = error.strerror or str(error), time.monotonic() - began
+        else:
+            return
+        if waited > _START_S:
+            raise UserError(_not_reached(started, port, reason))
+        if waited > _WAIT_SAID_S and not said:
+            said = True
+            print(
+                f"waiting for rank 0 at MASTER_ADDR={started.address} MASTER_PORT={port}: {reason}", file=sys.stderr, flush=True
+            )
+        time.sleep(0.2)
+
+
+def _not_reached(started: Started, port: int, reason: str) -> str:
+    return (
+        f"MASTER_ADDR={started.address} MASTER_PORT={port}: rank 0 of the run could not be reached from host {started.host} "
+        f"within {_START_S:.0f} s ({reason}); start it on host 0, and let the port through"
+    )
 
 
 def _look_for(address: str, port: int) -> None:
