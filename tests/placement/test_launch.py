@@ -120,7 +120,9 @@ def slurm(processes: int, *overrides: str) -> list[tuple[list[str], dict[str, st
         "SLURM_JOB_NAME": "x",
         "SLURM_NODELIST": "127.0.0.1",
         "SLURM_NTASKS": str(processes),
-        "SLURM_NTASKS_PER_NODE": str(processes),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_TASKS_PER_NODE": str(processes),
         "SLURM_NODEID": "0",
         "MASTER_PORT": str(free_port()),
     }
