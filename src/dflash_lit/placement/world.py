@@ -558,8 +558,10 @@ def _reach(started: Started, port: int) -> None:
         try:
             socket.create_connection((started.address, port), 10).close()
             return
-        except OSError as error:
-            nowhere = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+        except (OSError, UnicodeError) as error:  # the latter of what can be no name
+            nowhere = isinstance(error, UnicodeError) or (
+                isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+            )
             if not nowhere and time.monotonic() < deadline:
                 time.sleep(pause)
                 pause = min(1.5 * pause, 1.0)
@@ -568,7 +570,8 @@ def _reach(started: Started, port: int) -> None:
                 raise SystemExit(2) from error
             if nowhere:
                 raise UserError(
-                    f"MASTER_ADDR={started.address}: {error.strerror} on host {started.host}; set MASTER_ADDR to an address of host 0"
+                    f"MASTER_ADDR={started.address}: {getattr(error, 'strerror', None) or error} on host {started.host}; "
+                    "set MASTER_ADDR to an address of host 0"
                 ) from error
             raise _unreachable(started, port) from error
 
