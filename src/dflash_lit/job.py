@@ -88,6 +88,7 @@ def quiet_libraries() -> None:
         ".*It is recommended to use `self.log.*sync_dist=True.*",
         ".*does not have many workers.*",
         ".*val_check_interval.*",
+        ".*`srun` command is available.*",  # on any host of a cluster
     ):
         # A loader in this process is right: rows are cut from memory.
         warnings.filterwarnings("ignore", message=known)
@@ -582,8 +583,8 @@ class Job:
             callbacks = [*callbacks, self.clock]
             for logger in loggers:
                 logger.log_hyperparams(self.described())
-        # Lightning would look for SLURM: take a batch script's number of tasks for processes, requeue the job by itself, save inside of a
-        # signal handler, and where there is an srun say that it is to be used.
+        # Lightning would look for SLURM: take a batch script's number of tasks for processes, requeue the job by itself, and save inside of a
+        # signal handler.
         alone = self.world is None and not TorchElasticEnvironment.detect()
         return L.Trainer(
             plugins=[VerifiedCheckpointIO(), *([LightningEnvironment()] if alone else [])],
