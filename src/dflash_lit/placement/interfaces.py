@@ -84,7 +84,7 @@ def listening_address(address: str, port: int, chosen: str | None) -> str:
         found = str(socket.getaddrinfo(address, port or None, type=socket.SOCK_STREAM)[0][4][0])
         own = route_to(found, port)
     except (OSError, UnicodeError) as error:  # the latter of what can be no name
-        raise UserError(f"MASTER_ADDR={address}: {getattr(error, 'strerror', None) or error}; {cure}") from error
+        raise UserError(f"MASTER_ADDR={address}: {getattr(error, 'strerror', None) or error}; {cure}") from None
     if found.startswith("127.") and address != "localhost" and not address.startswith("127."):
         raise UserError(f"MASTER_ADDR={address}: on host 0 that is {found}, which other hosts do not reach; {cure}")
     if own != found:

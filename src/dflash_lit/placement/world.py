@@ -572,8 +572,8 @@ def _reach(started: Started, port: int) -> None:
                 raise UserError(
                     f"MASTER_ADDR={started.address}: {getattr(error, 'strerror', None) or error} on host {started.host}; "
                     "set MASTER_ADDR to an address of host 0"
-                ) from error
-            raise _unreachable(started, port) from error
+                ) from None
+            raise _unreachable(started, port) from None
 
 
 def _unreachable(started: Started, port: int) -> UserError:
