@@ -20,7 +20,7 @@ import torch
 import transformers
 import wandb
 from hydra.utils import instantiate
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
@@ -71,6 +71,7 @@ def quiet_libraries() -> None:
         ".*It is recommended to use `self.log.*sync_dist=True.*",
         ".*does not have many workers.*",
         ".*val_check_interval.*",
+        ".*`srun` command is available.*",  # on any host of a cluster
     ):
         # A loader in this process is right: rows are cut from memory.
         warnings.filterwarnings("ignore", message=known)
@@ -352,10 +353,11 @@ class Job:
             callbacks = [*callbacks, self.clock]
             for logger in loggers:
                 logger.log_hyperparams(self.described())
-        # By its public way: Lightning would requeue a job by itself, and save inside of a signal handler.
-        alone = self.world is None and SLURMEnvironment.detect()
+        # Lightning would look for SLURM: take a batch script's number of tasks for processes, requeue the job by itself, and save inside of a
+        # signal handler.
+        alone = self.world is None and not TorchElasticEnvironment.detect()
         return L.Trainer(
-            plugins=[VerifiedCheckpointIO(), *([SLURMEnvironment(auto_requeue=False)] if alone else [])],
+            plugins=[VerifiedCheckpointIO(), *([LightningEnvironment()] if alone else [])],
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             strategy=self.strategy(target),
             devices=1 if self.device.type == "cuda" else self.plan.layout.drafters,  # of this process

@@ -25,6 +25,7 @@ from dflash_lit.requeue import checkpoint_of, note_folder, requeue, wanted
 from dflash_lit.stopping import stopping
 from dflash_lit.sweeps.end import failed_jobs
 from dflash_lit.sweeps.outcome import run_job
+from dflash_lit.sweeps.submitted import refused
 from dflash_lit.trained import has_ended
 
 __all__ = ["begin", "join", "launch"]
@@ -62,6 +63,9 @@ def _leads() -> bool:
 
 def _take_part(main: Callable[[], object], train: Train, script: str) -> int:
     started = how_started()
+    if started.uneven and not started.leads:
+        return 2  # rank 0 says why
+    started.check_alike()
     if started.by not in ("hand", "us"):  # the former computes on the first GPU, the latter was told
         see_own(started.local_rank)
     return _lead(main) if started.leads else join(train, script)
@@ -77,6 +81,10 @@ def _lead(main: Callable[[], object]) -> int:
     try:
         main()
         code = 1 if failed_jobs() else 0
+    except Exception as error:
+        if (why := refused(error)) is not None:
+            raise UserError(why) from error
+        raise
     finally:
         started = how_started()
         if started.others_wait and not _led:
@@ -130,7 +138,7 @@ def _or_again(composed: DictConfig, run: Callable[[], float | None]) -> float | 
             return None
         composed.ckpt_path = checkpoint
         print(f"started again by SLURM; going on from ckpt_path={checkpoint}", file=sys.stderr)
-    note_folder(folder)
+    note_folder(folder, composed.trainer.requeue)
     try:
         return run()
     except Interrupted as stop:

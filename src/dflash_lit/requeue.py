@@ -16,33 +16,46 @@ from pathlib import Path
 from dflash_lit.errors import UserError
 from dflash_lit.files import write_whole
 
-__all__ = ["checkpoint_of", "is_restarted", "job_id", "note_folder", "requeue", "run_folder", "runs_root", "wanted"]
+__all__ = [
+    "checkpoint_of",
+    "in_batch_job",
+    "is_restarted",
+    "job_id",
+    "note_folder",
+    "requeue",
+    "run_folder",
+    "runs_root",
+    "wanted",
+]
 
 _REQUEUE_S = 30.0
 """For SLURM's controller to answer."""
 
 
 def job_id() -> str | None:
-    """Of the batch job that this process is in, as ``scontrol requeue`` takes it; None outside of one, and in a shell of a job."""
+    """Of the job that this process is in, as ``scontrol requeue`` takes it; None outside of one."""
     env = os.environ
-    if not env.get("SLURM_JOB_ID") or env.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+    if not env.get("SLURM_JOB_ID"):
         return None
     if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env["SLURM_JOB_ID"]
 
 
+def in_batch_job() -> bool:
+    """Whether sbatch has started this process's job. Those of salloc and of srun alone cannot be requeued, whatever their name."""
+    return job_id() is not None and os.environ.get("ENVIRONMENT") == "BATCH"
+
+
 def wanted(chosen: bool | None) -> bool:
     """``trainer.requeue``: by default in a batch job.
 
     Raises:
-        UserError: if it is asked for where there is no such job.
+        UserError: if it is asked for where there is no job.
     """
     if chosen and job_id() is None:
-        raise UserError(
-            "trainer.requeue=true: this is no SLURM batch job (SLURM_JOB_ID is not set, or it is a shell's); leave it null"
-        )
-    return job_id() is not None if chosen is None else chosen
+        raise UserError("trainer.requeue=true: this is no SLURM batch job (SLURM_JOB_ID is not set); leave it null")
+    return in_batch_job() if chosen is None else chosen
 
 
 def is_restarted() -> bool:
@@ -90,9 +103,13 @@ def _note(command: Sequence[str]) -> Path:
     return runs_root() / ".slurm" / f"{job_id()}_{digest}"
 
 
-def note_folder(folder: Path) -> None:
-    """Let this run find its folder again when SLURM starts it again. One that was named finds it by that."""
-    if job_id() is not None and folder.absolute().parent == runs_root().absolute():
+def note_folder(folder: Path, chosen: bool | None) -> None:
+    """Let this run find its folder again when SLURM starts it again. One that was named finds it by that.
+
+    Args:
+        chosen: ``trainer.requeue``.
+    """
+    if (in_batch_job() or wanted(chosen)) and folder.absolute().parent == runs_root().absolute():
         write_whole(_note(sys.argv[1:]), f"{folder.absolute()}\n")
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from dflash_lit.errors import UserError
+from dflash_lit.placement.interfaces import listening_address
 from dflash_lit.placement.layout import Layout
 from dflash_lit.placement.started import Started
-from dflash_lit.placement.world import lead
+from dflash_lit.placement.world import _reach, lead
 from dflash_lit.target.frozen import TargetInfo
 from tests.fork_server import forked_python
 from tests.placement.test_same_run import SMALL, metrics, seen
@@ -120,7 +121,9 @@ def slurm(processes: int, *overrides: str) -> list[tuple[list[str], dict[str, st
         "SLURM_JOB_NAME": "x",
         "SLURM_NODELIST": "127.0.0.1",
         "SLURM_NTASKS": str(processes),
-        "SLURM_NTASKS_PER_NODE": str(processes),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_TASKS_PER_NODE": str(processes),
         "SLURM_NODEID": "0",
         "MASTER_PORT": str(free_port()),
     }
@@ -228,6 +231,40 @@ def test_slurm_tasks_end_with_rank_0_where_there_is_no_run(shelf: Shelf, overrid
     assert len(own_errors(done[0].stderr)) == 1
     assert says in done[0].stderr
     assert done[1].stderr == ""
+
+
+def test_slurm_tasks_that_are_spread_unevenly(shelf: Shelf) -> None:
+    """``srun --nodes 2 --ntasks 3``: one line, and all end, though they cannot meet."""
+    places = [("0", "0"), ("0", "1"), ("1", "0")]
+    uneven = {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NODELIST": "node[1-2]"}
+    tasks = slurm(3, "placement=split")
+    done = shelf.run(
+        *(
+            (command, env | uneven | {"SLURM_NODEID": host, "SLURM_LOCALID": local})
+            for (command, env), (host, local) in zip(tasks, places, strict=True)
+        )
+    )
+    assert [process.returncode for process in done] == [2, 2, 2], done[0].stderr
+    assert done[0].stderr.startswith("error: slurm has started 3 processes, 2, 1 on the hosts: all hosts of a run have as many")
+    assert len(done[0].stderr.splitlines()) == 1
+    assert [process.stderr for process in done[1:]] == ["", ""]
+
+
+def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that leads nowhere is said at once; of the tasks of a SLURM node by one."""
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"^MASTER_ADDR=a\.\.b: .* on host 1; set MASTER_ADDR to an address of host 0"):
+        _reach(Started("slurm", 1, 0, "a..b", 15001, 4, 2), 15001)
+    with pytest.raises(SystemExit) as caught:
+        _reach(Started("slurm", 1, 1, "a..b", 15001, 4, 2), 15001)
+    assert caught.value.code == 2
+    assert time.monotonic() - began < 5
+    monkeypatch.setattr("dflash_lit.placement.world._START_S", 0.3)
+    port = free_port()
+    with pytest.raises(UserError, match=rf"MASTER_PORT={port}: rank 0 of the run could not be reached from host 1"):
+        _reach(Started("hand", 1, 0, "127.0.0.1", port), port)
+    with pytest.raises(UserError, match=r"^MASTER_ADDR=a\.\.b: .*; set MASTER_ADDR to an address of host 0"):
+        listening_address("a..b", port, None)
 
 
 def test_two_hosts_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,9 @@ class Shelf:
         programs = folder / "bin"
         programs.mkdir()
         (programs / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{self.told}"\n')
-        (programs / "scontrol").chmod(0o755)
+        (programs / "srun").write_text("#!/bin/sh\nexit 1\n")  # a host of a cluster
+        for program in programs.iterdir():
+            program.chmod(0o755)
         self.variables = {k: v for k, v in os.environ.items() if k not in ("WANDB_API_KEY", "WANDB_MODE", "HYDRA_FULL_ERROR")}
         self.variables |= {
             "XDG_CACHE_HOME": str(folder / "cache"),
@@ -95,7 +97,15 @@ def validations(folder: Path) -> list[tuple[str, list[str]]]:
 
 def test_a_slurm_job_that_is_stopped_again_and_again(shelf: Shelf) -> None:
     """In a validation, and while the drafter decodes; each time it is the same command, as of SLURM."""
-    job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "drafter", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": "0"}
+    # One task of a batch job, which are to be two.
+    job = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NAME": "drafter",
+        "ENVIRONMENT": "BATCH",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+    }
+    job |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_RESTART_COUNT": "0"}
 
     code, said = shelf.run(stop=signal.SIGUSR1, slow="validation:0.5", **job)
     (folder,) = [path for path in shelf.runs.iterdir() if path.name != ".slurm"]
@@ -121,7 +131,9 @@ def test_a_slurm_job_that_is_stopped_again_and_again(shelf: Shelf) -> None:
 
     # The same to the last bit as without any of this.
     whole = shelf.folder / "whole"
-    assert shelf.run(f"hydra.run.dir={whole}")[0] == 0
+    code, said = shelf.run(f"hydra.run.dir={whole}")
+    assert code == 0
+    assert "srun" not in said  # Lightning would have it used
     assert all(torch.equal(value, weights(folder)[name]) for name, value in weights(whole).items())
     assert validations(folder) == validations(whole)
     assert [step for step, _ in validations(whole)] == ["1", "3"]
@@ -242,6 +254,7 @@ def in_job(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")
     monkeypatch.setenv("PATH", shelf.variables["PATH"])
     return monkeypatch
 
@@ -251,8 +264,11 @@ def test_which_job(in_job: pytest.MonkeyPatch) -> None:
     in_job.setenv("SLURM_ARRAY_JOB_ID", "11")
     in_job.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert job_id() == "11_3"
-    in_job.setenv("SLURM_JOB_NAME", "interactive")  # a shell in an allocation
-    assert (job_id(), wanted(None)) == (None, False)
+    in_job.setenv("SLURM_JOB_NAME", "bash")  # sbatch --job-name=bash
+    assert wanted(None)
+    in_job.setenv("SLURM_JOB_NAME", "drafter")  # salloc --job-name=drafter, srun --job-name=drafter
+    in_job.delenv("ENVIRONMENT")
+    assert (wanted(None), wanted(True)) == (False, True)  # the latter where --export has kept the variable from srun's tasks
 
 
 def test_a_run_that_had_ended_when_its_job_was_requeued(
@@ -263,7 +279,7 @@ def test_a_run_that_had_ended_when_its_job_was_requeued(
     folder = tmp_path / "one"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "last.ckpt").touch()
-    composed = OmegaConf.create({"paths": {"output_dir": str(folder)}, "ckpt_path": None})
+    composed = OmegaConf.create({"paths": {"output_dir": str(folder)}, "ckpt_path": None, "trainer": {"requeue": None}})
 
     def run() -> float:
         assert composed.ckpt_path == str(folder / "checkpoints" / "last.ckpt")

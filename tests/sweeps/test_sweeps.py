@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,6 +183,46 @@ def test_launchers(launcher: str, plugin: str, shelf: Path) -> None:
     assert done.returncode == 1, done.stderr[-3000:]
     assert states(folder) == ["done", "failed"]
     assert "sweep: 1 done, 1 failed\n  job 1 (drafter.block_size=1): drafter.block_size=1: a block needs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "search", [(), ("sweep=tpe", "hydra.sweeper.jobs=2", "hydra.sweeper.trials=4")], ids=["plain", "search"]
+)
+def test_jobs_that_slurm_refuses(search: tuple[str, ...], shelf: Path, tmp_path: Path) -> None:
+    """As 22.05 says it. A search loses no trials by it."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [sweeps] is not installed")
+    folder, programs = tmp_path / "sweep", tmp_path / "bin"
+    programs.mkdir()
+    refusal = "sbatch: error: invalid partition specified: nosuch\nsbatch: error: Batch job submission failed: Invalid partition name specified"
+    for name in ("srun", "sbatch"):
+        (programs / name).write_text(f"#!/bin/sh\necho '{refusal}' >&2\nexit 1\n")
+        (programs / name).chmod(0o755)
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        *SMALL,
+        *search,
+        f"hydra.sweep.dir={folder}",
+        "seed=1,2",
+        "hydra/launcher=slurm",
+    ]
+    for path, says in (
+        (
+            f"{programs}:{os.environ['PATH']}",
+            "sbatch refuses the jobs (invalid partition specified: nosuch Batch job submission failed:",
+        ),
+        ("/usr/bin:/bin", 'Could not detect "srun"'),
+    ):
+        if path == "/usr/bin:/bin" and shutil.which("srun", path=path):
+            continue  # there is a SLURM here
+        variables = environment(shelf) | {"PATH": path}
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.splitlines()[-1].startswith(f"error: hydra/launcher=slurm: {says}")
+        assert "Traceback" not in done.stderr
+    if search:
+        assert all(trial.state.name == "RUNNING" or "interrupted" in trial.user_attrs for trial in trials(folder))
 
 
 def test_what_is_not_installed_is_named(shelf: Path) -> None:

@@ -134,8 +134,8 @@ def listening_address(address: str, port: int, chosen: str | None) -> str:
     try:
         found = _resolved(address, port)
         own = route_to(found, port)
-    except OSError as error:
-        raise UserError(f"MASTER_ADDR={address}: {error.strerror or error}; {cure}") from error
+    except (OSError, UnicodeError) as error:  # the latter of what can be no name
+        raise UserError(f"MASTER_ADDR={address}: {getattr(error, 'strerror', None) or error}; {cure}") from None
     if _is_name(address) and _is_loopback(found):
         raise UserError(f"MASTER_ADDR={address}: on host 0 that is {found}, which other hosts do not reach; {cure}")
     if own != found and interface_of(found) is None:  # a second address of an interface is not the one it sends from

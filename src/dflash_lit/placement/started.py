@@ -4,14 +4,15 @@ target rank that was lost."""
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from dflash_lit.errors import UserError
 from dflash_lit.placement.layout import Layout, Role
@@ -22,6 +23,8 @@ __all__ = ["DrafterEnvironment", "Started", "child_environment", "how_started", 
 
 _LOCAL_RANK, _HOST = "DFLASH_LIT_LOCAL_RANK", "DFLASH_LIT_HOST"
 _REJOIN = "DFLASH_LIT_REJOIN"
+_MOST_TASKS = 2**20
+"""Of a node, and nodes; more is no number of SLURM's."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Started:
         address, port: of the store that physical rank 0 keeps (torchrun: its agent); port 0 if any free one will do.
         processes: of the whole run, as far as whoever started it knows.
         per_host: how many of them are on each host.
+        uneven: numbers of processes of the hosts, where these are not all the same; then there can be no run.
     """
 
     by: Literal["hand", "us", "torchrun", "slurm", "rejoin"]
@@ -45,6 +49,7 @@ class Started:
     port: int = 0
     processes: int | None = None
     per_host: int | None = None
+    uneven: tuple[int, ...] = ()
 
     @property
     def leads(self) -> bool:
@@ -60,6 +65,18 @@ class Started:
     def others_wait(self) -> bool:
         """Whether there are others that somebody else has started: they have to be told, also that there is no run."""
         return (self.processes or 1) > 1
+
+    def check_alike(self) -> None:
+        """Whether each host has as many processes as any other.
+
+        Raises:
+            UserError: if not.
+        """
+        if self.uneven:
+            raise UserError(
+                f"{self.by} has started {self.processes} processes, {', '.join(map(str, self.uneven))} on the hosts: all hosts of a run "
+                "have as many; give srun --nodes and --ntasks-per-node instead of --ntasks"
+            )
 
     def check(self, layout: Layout) -> None:
         """Whether the processes that exist are those of the layout.
@@ -120,19 +137,63 @@ def how_started() -> Started:
         processes = number("WORLD_SIZE", 1)
         per_host = number("LOCAL_WORLD_SIZE", processes)
         return Started("torchrun", number("GROUP_RANK", 0), number("LOCAL_RANK", 0), address, port, processes, per_host)
-    if SLURMEnvironment.detect() and number("SLURM_NTASKS", 1) > 1:
-        try:
-            slurm = SLURMEnvironment(auto_requeue=False)
-            place = (slurm.node_rank(), slurm.local_rank(), slurm.main_address, slurm.main_port)
-        except KeyError as error:
-            raise UserError(f"{error.args[0]} is not in the environment, as for SLURM's tasks it is: start with srun") from None
-        except (RuntimeError, ValueError) as error:  # without --ntasks-per-node, or with words where numbers belong
-            raise UserError(f"SLURM: {error}") from error
-        host, local, address, port = place
-        processes, per_host = number("SLURM_NTASKS", 1), number("SLURM_NTASKS_PER_NODE", 1)
-        # All on one node meet at its loopback, whatever its name leads to.
-        return Started("slurm", host, local, address if processes > per_host else "127.0.0.1", port, processes, per_host)
+    if (tasks := _slurm_tasks()) and not _is_shell():
+        return _by_slurm(tasks, number)
     return Started("hand", number("NODE_RANK", 0), 0, address, port)
+
+
+def _slurm_tasks() -> list[int]:
+    """How many tasks of this job step are on each of its nodes; empty where srun has not started several.
+
+    The job's own numbers (``SLURM_NTASKS``, ``SLURM_NTASKS_PER_NODE``, ``SLURM_NODELIST``) are those of a batch script's single shell, too,
+    and stay as they are in a step with fewer.
+
+    Raises:
+        UserError: if SLURM's variable is none of that form.
+    """
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks: list[int] = []
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
+        count, times = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        if not (0 < count <= _MOST_TASKS and 0 < times <= _MOST_TASKS - len(tasks)):
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: must be of SLURM's form, such as 2(x3),1")
+        tasks += [count] * times
+    return tasks if sum(tasks) > 1 else []
+
+
+def _is_shell() -> bool:
+    """Whether this is started by hand in the shell of ``srun --pty bash``, which has the variables of a task.
+
+    What ``srun`` starts in an allocation of salloc, or as ``bash script.sh``, has those names, too, but no terminal.
+    """
+    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive") and os.isatty(0)
+
+
+def _by_slurm(tasks: list[int], number: Callable[[str, int], int]) -> Started:
+    """As one of several tasks of a job step."""
+    env = os.environ
+    for name in ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"):
+        if not env.get(name):
+            raise UserError(f"{name} is not in the environment, as for SLURM's tasks it is: start with srun")
+    host, local = number("SLURM_NODEID", 0), number("SLURM_LOCALID", 0)
+    if not (0 <= host < len(tasks) and 0 <= local < tasks[host]):
+        raise UserError(
+            f"SLURM_NODEID={host} SLURM_LOCALID={local} in the environment: there is no such task in SLURM_STEP_TASKS_PER_NODE="
+            f"{env['SLURM_STEP_TASKS_PER_NODE']}"
+        )
+    # As Lightning has it, 15000 + the job's last four digits, and another port for each step: several of a job may run at a time.
+    port = number("MASTER_PORT", 15000 + (number("SLURM_JOB_ID", 0) + 1000 * number("SLURM_STEP_ID", 0)) % 10000)
+    # All on one node meet at its loopback, whatever its name leads to.
+    address = env.get("MASTER_ADDR") or _first_node(env["SLURM_STEP_NODELIST"]) if len(tasks) > 1 else "127.0.0.1"
+    uneven = tuple(tasks) if len(set(tasks)) > 1 else ()
+    return Started("slurm", host, local, address, port, sum(tasks), tasks[0], uneven)
+
+
+def _first_node(nodes: str) -> str:
+    """Of a list as SLURM writes it: ``node[07-08,11],gpu1``, ``rack[1-2]n[3,5]``."""
+    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first)
 
 
 def child_environment(started: Started, local_rank: int, address: str, port: int, secret: str) -> dict[str, str]:

@@ -587,28 +587,39 @@ def follow(started: Started, command: list[str]) -> tuple[World, str]:
 
 
 def _wait_for_rank_0(started: Started, port: int) -> None:
-    """Until it listens. torch's client would also do this, but for longer than it is told, and with pages of C++ at the end.
+    """Until it listens. Torch's client would wait for a name that leads nowhere, too, longer than it is told, and with pages of C++ at the end.
 
     Raises:
         UserError: if it does not within the time to start, with what the last try came to.
+        SystemExit: instead, under SLURM, if this host's first process says so.
     """
-    began = time.monotonic()
+    if agent_store():
+        return
+    began, pause = time.monotonic(), 0.1
     said = started.local_rank != 0
     while True:
         try:
             socket.create_connection((started.address, port), 10).close()
-        except OSError as error:
-            reason, waited = error.strerror or str(error), time.monotonic() - began
-        else:
             return
-        if waited > _START_S:
+        except (OSError, UnicodeError) as error:  # the latter of what can be no name
+            bad_name = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+            nowhere = bad_name or isinstance(error, UnicodeError)
+            reason, waited = getattr(error, "strerror", None) or str(error), time.monotonic() - began
+        if nowhere or waited > _START_S:
+            if started.by == "slurm" and started.local_rank:
+                raise SystemExit(2)
+            if nowhere:
+                raise UserError(
+                    f"MASTER_ADDR={started.address}: {reason} on host {started.host}; set MASTER_ADDR to an address of host 0"
+                )
             raise UserError(_not_reached(started, port, reason))
         if waited > _WAIT_SAID_S and not said:
             said = True
             print(
                 f"waiting for rank 0 at MASTER_ADDR={started.address} MASTER_PORT={port}: {reason}", file=sys.stderr, flush=True
             )
-        time.sleep(0.2)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 1.0)
 
 
 def _not_reached(started: Started, port: int, reason: str) -> str:

@@ -124,6 +124,7 @@ class TPESweeper(Sweeper):
     def _batch(self, study: optuna.Study, space: dict[str, Any], fixed: Sequence[str], count: int, folder: Path) -> None:
         from dflash_lit.errors import UserError
         from dflash_lit.sweeps.outcome import read_outcome
+        from dflash_lit.sweeps.submitted import refused
 
         assert self.launcher is not None
         try:
@@ -137,6 +138,8 @@ class TPESweeper(Sweeper):
         except (UserError, HydraException, OmegaConfBaseException):
             raise  # what does not compose does so in no trial
         except Exception as error:
+            if (why := refused(error)) is not None:
+                raise UserError(why) from error  # so it would any trial; these are tried again
             # A launcher's, of a process that was killed; what became of the jobs is in their folders.
             print(f"warning: trials from {trials[0].number} on: {type(error).__name__}: {error}", file=sys.stderr)
         for trial in trials:
