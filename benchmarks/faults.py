@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.layouts import layout, layout_overrides, named  # noqa: E402
 from benchmarks.soak import Run, prepare, settings  # noqa: E402
+from benchmarks.waiting import until  # noqa: E402
 from dflash_lit.placement.layout import Layout  # noqa: E402
 
 __all__ = ["fault", "ranks_to_hit"]
@@ -46,15 +47,6 @@ def several(text: str) -> Layout:
     if (found := layout(text)).world < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: write two or more ranks, as 1+1: the others are to notice")
     return found
-
-
-def until(condition: Any, limit_s: float) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def fault(

@@ -27,6 +27,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.waiting import until  # noqa: E402
+
 FAULTS = ("cut", "carrier", "back", "killed", "killed-0")
 SMALL = (
     *("debug=fast", "trainer.accelerator=cpu", "trainer.threads=1", "logger=csv", "data.rows_per_batch=1"),
@@ -109,15 +113,6 @@ class Network:
         for pid in self.processes(host):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def until(condition: Callable[[], bool], limit_s: float) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @contextlib.contextmanager

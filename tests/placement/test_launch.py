@@ -19,7 +19,7 @@ from dflash_lit.errors import UserError
 from dflash_lit.placement.interfaces import listening_address
 from dflash_lit.placement.layout import Layout
 from dflash_lit.placement.started import Started
-from dflash_lit.placement.world import _reach, lead
+from dflash_lit.placement.world import _wait_for_rank_0, lead
 from dflash_lit.target.frozen import TargetInfo
 from tests.fork_server import forked_python
 from tests.placement.test_same_run import SMALL, metrics, seen
@@ -250,19 +250,24 @@ def test_slurm_tasks_that_are_spread_unevenly(shelf: Shelf) -> None:
     assert [process.stderr for process in done[1:]] == ["", ""]
 
 
-def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that leads nowhere is said at once; of the tasks of a SLURM node by one."""
+def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that leads nowhere is said at once; of the tasks of a SLURM node by one. By hand it may come to lead somewhere."""
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^MASTER_ADDR=a\.\.b: .* on host 1; set MASTER_ADDR to an address of host 0"):
-        _reach(Started("slurm", 1, 0, "a..b", 15001, 4, 2), 15001)
+        _wait_for_rank_0(Started("slurm", 1, 0, "a..b", 15001, 4, 2), 15001)
     with pytest.raises(SystemExit) as caught:
-        _reach(Started("slurm", 1, 1, "a..b", 15001, 4, 2), 15001)
+        _wait_for_rank_0(Started("slurm", 1, 1, "a..b", 15001, 4, 2), 15001)
     assert caught.value.code == 2
     assert time.monotonic() - began < 5
     monkeypatch.setattr("dflash_lit.placement.world._START_S", 0.3)
     port = free_port()
     with pytest.raises(UserError, match=rf"MASTER_PORT={port}: rank 0 of the run could not be reached from host 1"):
-        _reach(Started("hand", 1, 0, "127.0.0.1", port), port)
+        _wait_for_rank_0(Started("hand", 1, 0, "127.0.0.1", port), port)
+    with pytest.raises(
+        UserError, match=rf"MASTER_ADDR=host0.invalid MASTER_PORT={port}: rank 0 of the run could not be reached"
+    ):
+        _wait_for_rank_0(Started("hand", 1, 0, "host0.invalid", port), port)
+    assert f"waiting for rank 0 at MASTER_ADDR=host0.invalid MASTER_PORT={port}: " in capsys.readouterr().err
     with pytest.raises(UserError, match=r"^MASTER_ADDR=a\.\.b: .*; set MASTER_ADDR to an address of host 0"):
         listening_address("a..b", port, None)
 

@@ -603,7 +603,8 @@ def _wait_for_rank_0(started: Started, port: int) -> None:
             return
         except (OSError, UnicodeError) as error:  # the latter of what can be no name
             bad_name = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
-            nowhere = bad_name or isinstance(error, UnicodeError)
+            # SLURM's nodes have had their names before; elsewhere host 0 may get its name when it starts.
+            nowhere = isinstance(error, UnicodeError) or (bad_name and started.by == "slurm")
             reason, waited = getattr(error, "strerror", None) or str(error), time.monotonic() - began
         if nowhere or waited > _START_S:
             if started.by == "slurm" and started.local_rank:
@@ -613,7 +614,7 @@ def _wait_for_rank_0(started: Started, port: int) -> None:
                     f"MASTER_ADDR={started.address}: {reason} on host {started.host}; set MASTER_ADDR to an address of host 0"
                 )
             raise UserError(_not_reached(started, port, reason))
-        if waited > _WAIT_SAID_S and not said:
+        if (bad_name or waited > _WAIT_SAID_S) and not said:
             said = True
             print(
                 f"waiting for rank 0 at MASTER_ADDR={started.address} MASTER_PORT={port}: {reason}", file=sys.stderr, flush=True
